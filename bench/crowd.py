@@ -42,7 +42,6 @@ class LightClient(asyncio.Protocol):
     def __init__(self, run_id: str, facts: NodeFacts, settings: Settings) -> None:
         self._run_id, self._facts, self._settings = run_id, facts, settings
         self._loop = asyncio.get_running_loop()
-        self._ticket = b""
         self._heartbeats = 0
         self._transport: asyncio.Transport | None = None
         self.place: Place | None = None
@@ -67,10 +66,9 @@ class LightClient(asyncio.Protocol):
             match message:
                 case protocol.Challenge():
                     hello = protocol.Hello(protocol.MAJOR, self._run_id, os.urandom(protocol.NONCE_BYTES))
-                    introduction = protocol.Introduction(self._facts.node_id, self._ticket)
+                    introduction = protocol.Introduction(self._facts.node_id, self._facts.node_id.encode())
                     self._write(encode(hello) + encode(introduction))
-                case protocol.Welcome(_, _, ticket):
-                    self._ticket = ticket or self._ticket
+                case protocol.Welcome():
                     self.welcomed.set_result(None)
                     self._frames.expect(frames.DOWNWARD)
                     self._send(self._request())

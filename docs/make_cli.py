@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from holdfast.cli import bundle, coordinator, doctor, logs, parser, stacks, status, stop, submit, token, top
 from holdfast.cli.dashboard import command as dashboard
 from holdfast.cli.options import GROUPS, OPTIONS, USAGE, Option
+from holdfast.rendezvous.membership.model import Settings
+from holdfast.rendezvous.settings import TABLE
 
 _READING_RULES = (
     "The first token that is neither an option nor an option's value is the script; all that follows is the "
@@ -21,6 +23,12 @@ _READING_RULES = (
     "`--nproc 4` is `--nproc-per-node 4`. Later versions add options that must be written in full, so a shortened name "
     "keeps its meaning. In the script's arguments, `${local_rank}` stands for the "
     "worker's local rank, and `$$` for a dollar sign.",
+)
+
+_SETTINGS = (
+    "`--rdzv-conf` takes `key=value,key=value`, `LaunchConfig` the same settings as `rdzv_configs`. If a setting has "
+    'an option of its own (`--lease 5s`), give one of the two. "Same" means that all nodes of a run must have the same '
+    "value: the first node fixes it, and a node with another value is rejected."
 )
 
 _WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
@@ -60,6 +68,11 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "seconds, if `--shutdown-timeout` is not given"),
     ("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "seconds, if `--exit-barrier-timeout` is not given"),
     ("HOLDFAST_TOKEN", "the secret of the run, if `--token-file` is not given"),
+    (
+        "HOLDFAST_HOST_NAME",
+        "the machine that this node is on, if its own name is that of a container; nodes of a machine that is lost "
+        "repeatedly have to wait",
+    ),
     ("HOLDFAST_ETCD_PASSWORD", "the password of etcd's user, if `password_file` is not in `--rdzv-conf`"),
     (
         "TORCHELASTIC_ENABLE_FILE_TIMER",
@@ -82,6 +95,7 @@ def document() -> str:
     for group in GROUPS:
         header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
         parts.append("\n".join([header, *(_row(option) for option in OPTIONS if option.group == group)]))
+    parts += ["## Settings of `--rdzv-conf`", _SETTINGS, _settings()]
     for title, first, rows in (
         ("Other environment variables", "variable", _OTHER_VARIABLES),
         ("What a worker finds in its environment", "variable", _WORKER_VARIABLES),
@@ -100,6 +114,18 @@ def document() -> str:
 
 def _table(first: str, rows: Sequence[tuple[str, str | None]]) -> str:
     return "\n".join([f"| {first} | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows)])
+
+
+def _settings() -> str:
+    lines = ["| key | other names | value | default | backends | same | meaning |", "|---|---|---|---|---|---|---|"]
+    for row in TABLE:
+        default = row.shown or str(row.default).lower().removesuffix(".0") or "none"
+        cells = (
+            f"`{row.name}`", ", ".join(f"`{name}`" for name in row.names.split()[1:]), row.kind.words, default,
+            row.backends.replace(" ", ", "), "yes" if hasattr(Settings, row.field) else "no", row.help,
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
 
 
 def _row(option: Option) -> str:

@@ -23,7 +23,7 @@ import psutil
 from holdfast.rendezvous.api import RendezvousInfo, RendezvousParameters
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.coordination import JoinFailed
-from holdfast.rendezvous.coordinator import launch, memory
+from holdfast.rendezvous.coordinator import launch, state_file
 from holdfast.rendezvous.coordinator.server import Coordinator
 from holdfast.rendezvous.handler import CoordinatorHandler, create_tcp_handler
 from holdfast.rendezvous.membership import frames, protocol
@@ -123,7 +123,7 @@ def coordinator_thread(home: Path, **options: Any) -> Iterator[int]:
     found: list[tuple[asyncio.AbstractEventLoop, Coordinator]] = []
 
     async def serve() -> None:
-        files = memory.StateFiles(home / "state", "127.0.0.1", port)
+        files = state_file.StateFiles(home / "state", "127.0.0.1", port)
         server = Coordinator(sock, files, **{"idle_timeout_s": None, **options})
         found.append((asyncio.get_running_loop(), server))
         await server.serve(ready.set)
@@ -173,6 +173,13 @@ class Peer:
             self._frames.feed(data)
         return message
 
+    def receive_or_none(self, within_s: float) -> Any:
+        """The next message, or None if there is none in time."""
+        try:
+            return self.receive(within_s)
+        except TimeoutError:
+            return None
+
     def await_kind(self, kind: type) -> Any:
         while not isinstance(message := self.receive(), kind):
             assert message is not None, f"hung up before {kind.__name__} came"
@@ -184,10 +191,10 @@ class Peer:
             pass
         return True
 
-    def enter(self, run_id: str = "", token: bytes | None = None, name: str = "a", ticket: bytes = b"") -> Peer:
+    def enter(self, run_id: str = "", token: bytes | None = None, name: str = "a", secret: bytes = b"") -> Peer:
         """The handshake, as the node of that name."""
         target = Target("127.0.0.1", self.sock.getpeername()[1], run_id or default_run_id(), token)
-        self.welcome = target.greet(self.sock, self._frames, protocol.Introduction(name, ticket))
+        self.welcome = target.greet(self.sock, self._frames, protocol.Introduction(name, secret))
         self.expect_pushes()
         return self
 

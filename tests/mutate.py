@@ -35,6 +35,7 @@ TIMEOUT_S = 120
 TESTS = {
     "agent/lifecycle.py": ("tests/unit/test_lifecycle.py", "tests/properties/test_lifecycle.py"),
     "agent/ranks.py": ("tests/unit/test_ranks.py", "tests/properties/test_ranks_properties.py"),
+    "failures/cause.py": ("tests/unit/test_cause.py", "tests/properties/test_report_properties.py"),
     "failures/report.py": ("tests/unit/test_report.py", "tests/properties/test_report_properties.py"),
     "hangs/policy.py": ("tests/unit/test_hang_policy.py", "tests/properties/test_hang_properties.py"),
     "hangs/compare.py": ("tests/unit/test_stack_compare.py",),
@@ -49,13 +50,12 @@ TESTS = {
     "rendezvous/etcd/election.py": ("tests/unit/test_election.py", "tests/sim/test_election_rules.py"),
     "rendezvous/membership/formation.py": (
         "tests/unit/test_formation.py",
-        "tests/unit/test_run.py",
+        "tests/unit/test_phases.py",
         "tests/sim/test_golden.py",
     ),
     "rendezvous/membership/node_lease.py": ("tests/unit/test_node_lease.py", "tests/unit/test_node.py"),
     "rendezvous/membership/restart_policy.py": ("tests/unit/test_restart_policy.py",),
     "telemetry/history.py": ("tests/unit/test_history.py",),
-    "timer/table.py": ("tests/unit/test_timer_table.py", "tests/properties/test_timer_table.py"),
 }
 
 FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from holdfast.rendezvous.etcd import memory
+from holdfast.rendezvous.etcd import keeper
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.gateway import Gateway
 from tests import support
@@ -46,6 +46,7 @@ SETTINGS = {
     "drop_timeout": "0.9",
     "reconnect_grace": "0.3",
     "last_call": "0.5",
+    "admit_delay": "0.1",
     "close_linger": "0.5",
     "join_timeout": "60",
 }
@@ -370,7 +371,9 @@ class Scene:
     def _environment(self, name: str) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_OUR_VARIABLES)}
         kept.pop("XDG_RUNTIME_DIR", None)
-        return {**kept, "TMPDIR": str(self.home / "tmp"), "TEST_NODE": name, support.TEST_MARK: self._mark}
+        host = name.partition("-")[0]  # `b-2` is another node of the host of `b`.
+        own = {"TMPDIR": str(self.home / "tmp"), "TEST_NODE": name, "HOLDFAST_HOST_NAME": host}
+        return {**kept, **own, support.TEST_MARK: self._mark}
 
     # Commands about the run.
 
@@ -473,18 +476,21 @@ class Scene:
 
     # What etcd has of it.
 
+    def await_end_of_coordinator(self) -> None:
+        self._await(lambda: self.coordinator() is None, "the end of the coordinator")
+
     def gateway(self) -> Gateway:
         return Gateway(self.etcd.split(","))
 
     def keys(self) -> dict[str, bytes]:
         """The keys of the run that there are, and their values."""
-        names = memory.keys_of("/holdfast", self.run_id)
+        names = keeper.keys_of("/holdfast", self.run_id)
         with self.gateway() as gateway:
             found = {name.decode().rpartition("/")[2]: gateway.get(name) for name in names}
         return {name: value for name, value in found.items() if value is not None}
 
     def leader(self) -> Leader | None:
-        return memory.decode_leader(self.keys().get("leader"))
+        return keeper.decode_leader(self.keys().get("leader"))
 
     def host(self) -> Node:
         """The agent that started the coordinator."""
@@ -502,7 +508,8 @@ class Scene:
         # Not only that nothing listens any more: what it cleans up comes after that.
         self._await(lambda: not support.marked(self._mark), "the end of the coordinator")
         assert not (self.etcd and self.keys()), f"left in etcd: {self.keys()}\n{self}"
-        left = [str(path) for path in (self.home / "tmp").glob("holdfast-*/*")]
+        # How the run ended is kept for nodes that were away.
+        left = [str(path) for path in (self.home / "tmp").glob("holdfast-*/*") if path.suffix != ".ended"]
         assert not left, f"files left behind: {left}\n{self}"
         return codes
 
@@ -547,7 +554,7 @@ class Scene:
         for pid in support.marked(self._mark):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                if "holdfast.cli.coordinator" in " ".join(process.cmdline()):
+                if "holdfast.rendezvous.coordinator.process" in " ".join(process.cmdline()):
                     process.kill()
         left = support.survivors(support.marked(self._mark), deadline_s=15)
         assert not left, f"processes left behind: {left}\n{self}"

@@ -134,6 +134,7 @@ class Pod:
         fields = {
             "metadata.labels['batch.kubernetes.io/controller-uid']": self.cluster.job_uid,
             "status.podIP": self.ip,
+            "spec.nodeName": f"machine-{self.index}",
             INDEX_FIELD: str(self.index),
         }
         found = {
@@ -172,6 +173,12 @@ class Pod:
     def evict(self) -> None:
         """What a kubelet does to a pod that has to go."""
         os.kill(self.first_pid, 15)
+
+    def execute(self, *command: str) -> None:
+        """As `kubectl exec` does. The command is killed when the pod's first process ends."""
+        variables = (f"{name}={value}" for name, value in self.environment(self.spec["containers"][0]).items())
+        inside = ["nsenter", f"--target={self.first_pid}", "--all", "env", "-i", *variables, *command]
+        subprocess.run(inside, timeout=DEADLINE_S)
 
     def ended(self) -> int:
         """Its exit code. A pod that takes longer than its grace would be killed, so it must not."""

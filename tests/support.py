@@ -235,6 +235,14 @@ def spawner_of(worker_pid: int) -> int:
     return psutil.Process(worker_pid).ppid()
 
 
+def is_template(pid: int) -> bool:
+    """Whether it is the process that imports the modules of --preload."""
+    try:
+        return b".template\0" in Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
+    except OSError:
+        return False
+
+
 def open_descriptors() -> dict[int, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):

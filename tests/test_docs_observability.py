@@ -42,7 +42,6 @@ class Job:
     def __init__(self, home: Path) -> None:
         self.home, self.name, self.port = home, f"job-{uuid.uuid4().hex[:6]}", support.free_port()
         (home / "examples").symlink_to(ROOT / "examples")
-        (home / "logs").mkdir()
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environ = {**clean_environment(), "PATH": path, "TMPDIR": str(home), "TERM": "xterm-256color"}
         environ.pop("XDG_RUNTIME_DIR", None)
@@ -194,4 +193,4 @@ def test_the_samples_of_the_page(job: Job) -> None:
         for body, fresh in wanted.items():
             text = text.replace(body, fresh)
         PAGE.write_text(text)
-    assert [node.wait(DEADLINE_S) for node in job.nodes] == [143, 143]
+    assert [node.wait(DEADLINE_S) for node in job.nodes] == [94, 94]

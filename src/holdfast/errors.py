@@ -7,6 +7,8 @@ line, without a traceback.
 
 from __future__ import annotations
 
+RUN_CLOSED = 94  # The exit code of a run that the user has ended for all its nodes. Engines must not start it again.
+
 
 class HoldfastError(Exception):
     """Base of every error that holdfast raises on purpose."""

@@ -14,6 +14,7 @@ from functools import cache
 PREFIX = "holdfast:"  # Of every line that holdfast writes.
 LINE_LIMIT_CHARS = 4000
 _CUT = " ..."
+_CUT_MIDDLE = "\n... (cut) ...\n"
 
 # C0, DEL and C1, the Arabic letter mark, the other bidirectional marks and controls, the line and paragraph separators,
 # and halves of surrogate pairs. `str.isprintable` accepts none of them.
@@ -50,6 +51,12 @@ def _tables() -> tuple[dict[int, str], dict[int, str]]:
 def cut(text: str, limit: int = LINE_LIMIT_CHARS) -> str:
     """Not longer than that; what was cut shows it."""
     return text if len(text) <= limit else text[: max(0, limit - len(_CUT))] + _CUT
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """Not longer than that. Keep the beginning, which says where it happened, and the end, which says what."""
+    kept = limit - len(_CUT_MIDDLE)
+    return text if len(text) <= limit else f"{text[: kept // 4]}{_CUT_MIDDLE}{text[len(text) - kept * 3 // 4 :]}"
 
 
 HAS_LINES = {"has_lines": True}  # For `extra=` of a record that has lines of its own.

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import log
-from holdfast.agent import recording
+from holdfast.agent import sinks
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, RunResult, WorkerSpec
 from holdfast.errors import UserError, mark_as_from_run
@@ -33,7 +33,7 @@ from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, Signa
 from holdfast.telemetry import metrics
 
 if TYPE_CHECKING:
-    from holdfast.failures.run_report import RunReport
+    from holdfast.failures.report import RunReport
     from holdfast.hangs.policy import HangPolicy
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
@@ -194,11 +194,7 @@ def _make_specs(
     run_id = config.run_id or str(int.from_bytes(os.urandom(16), "big"))
     logger.debug("run %s of %r with %s", run_id, entrypoint, config)
     meeting = (config.rdzv_backend, config.rdzv_endpoint, run_id, config.min_nodes, config.max_nodes, config.local_addr)
-    how = dict(config.rdzv_configs)
-    token_file = str(how.get("token_file") or "")
-    if config.rdzv_backend == "standalone" and config.settings.get("dashboard"):
-        how.pop("token_file", None)  # It is for the dashboard alone.
-    parameters = RendezvousParameters(*meeting, **how)
+    parameters = RendezvousParameters(*meeting, **config.rdzv_configs)
     master_addr, master_port = _get_addr_and_port(parameters)
     parse_signals(config.signals_to_handle)
     if config.event_log_handler != "null":
@@ -223,7 +219,6 @@ def _make_specs(
         "rdzv_handler": registry.get_rendezvous_handler(parameters),
         "master_addr": master_addr,
         "master_port": master_port,
-        "token_file": token_file,
     }
     return _filled(WorkerSpec, values), _filled(GroupSpec, values)
 
@@ -257,13 +252,13 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
         result = agent.run()
         _keep_report(result.report, config.logs_specs)
         ended = agent.get_event_failed if result.is_failed() else agent.get_event_succeeded
-        recording.record(ended, config.event_log_handler)
+        sinks.record(ended, config.event_log_handler)
         return result
     except Exception as error:
         is_leaving = isinstance(error, SignalException) and not isinstance(error, RunClosed)
         _keep_report(getattr(error, "run_report", None), config.logs_specs)
         mark_as_from_run(error)
-        recording.record(agent.get_event_failed, config.event_log_handler)
+        sinks.record(agent.get_event_failed, config.event_log_handler)
         raise
     finally:
         if not is_leaving and handler is not None:
@@ -274,16 +269,22 @@ def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None,
 
 
 def _keep_report(report: RunReport | None, logs_specs: LogsSpecs | None) -> None:
-    """Write `report.json` to the run's directory, if there is a log directory."""
+    """Write `report.json` to the run's directory, if there is a log directory. A link in that of the last attempt, to
+    which `latest` leads, points to it."""
     directory = getattr(logs_specs, "run_dir", None)
     if report is None or directory is None:
         return
-    from holdfast.failures import run_report
+    from holdfast.failures.report import run_dict
     from holdfast.process.spawner import bootstrap
 
     path = os.path.join(directory, "report.json")
     try:
-        bootstrap.write_json_atomically(path, run_report.to_dict(report))
+        bootstrap.write_json_atomically(path, run_dict(report))
+        attempts = [int(name[8:]) for name in os.listdir(directory) if name.startswith("attempt_")]
+        if attempts:
+            os.symlink(os.path.join("..", "report.json"), f"{directory}/attempt_{max(attempts)}/report.json")
+    except FileExistsError:
+        pass  # The link of an earlier call.
     except OSError as error:
         logger.warning("the report cannot be written to %s: %s", path, error.strerror)
 

@@ -87,7 +87,8 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class Board:
-    """The agent's side: one slot for each of `count` workers."""
+    """The agent's side: one slot for each of `count` workers. Any thread may read, also after `close`: then the slots
+    are empty."""
 
     def __init__(self, count: int) -> None:
         import fcntl
@@ -111,17 +112,24 @@ class Board:
 
     def read(self, index: int) -> tuple[float | None, int | None]:
         """The time of the worker's last call, by the monotonic clock, and its step."""
-        at_ns, step, _ = _SLOT.unpack_from(self._memory, self._place(index))
+        at_ns, step, _ = self._slot(index)
         return (at_ns / 1e9 if at_ns > 0 else None), (None if step == _NO_STEP else step)
 
     def total(self, index: int) -> int | None:
         """How many steps there will be, if the worker's last call said so."""
-        total: int = _SLOT.unpack_from(self._memory, self._place(index))[2]
+        total = self._slot(index)[2]
         return None if total == _NO_STEP else total
 
+    def _slot(self, index: int) -> tuple[int, int, int]:
+        try:
+            return _SLOT.unpack_from(self._memory, self._place(index))
+        except ValueError:  # Closed, maybe at this moment.
+            return 0, _NO_STEP, _NO_STEP
+
     def close(self) -> None:
-        self._memory.close()
-        os.close(self._fd)
+        if not self._memory.closed:
+            self._memory.close()
+            os.close(self._fd)
 
     @staticmethod
     def _place(index: int) -> int:

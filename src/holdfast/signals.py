@@ -47,7 +47,7 @@ class SignalException(Exception):  # noqa: N818  (the name that users catch)
 
 class RunClosed(SignalException):
     """The user has ended the run for all its nodes, as with `holdfast stop`. The workers got SIGTERM and their grace,
-    so it counts as that signal."""
+    so it counts as that signal. Its exit code is `RUN_CLOSED`, because engines start a job again that got SIGTERM."""
 
     def __init__(self, msg: str, sigval: signal.Signals = signal.SIGTERM) -> None:
         super().__init__(msg, sigval)

@@ -4,7 +4,8 @@ A full pipe and a terminal after Ctrl-S take no more text. The thread that decid
 it has workers to stop. It cannot make them non-blocking, because workers share the open file. So
 
 1. while no text waits, the caller opens the file behind the descriptor once more, without blocking, and writes what
-   fits. That is all of it, as a rule, and there is no thread.
+   fits. That is all of it, as a rule, and there is no thread. The program's own text that is not flushed yet comes
+   first, if the file has room for it.
 2. The rest and every later text wait in a queue. A thread writes them in order, and ends when all are written.
 
 The queue is bounded. Lines that come when it is full are dropped, and their number is written in their place. At the
@@ -19,9 +20,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import io
 import os
 import select
 import stat
+import struct
+import termios
 import threading
 import time
 from collections import deque
@@ -132,8 +137,8 @@ class _Queue:
             text = _Text(fd, data)
             if not self._texts:
                 # The beginning of a line that the program has printed comes before our text.
-                if _poll_writable(fd, 0):
-                    with contextlib.suppress(OSError, ValueError):
+                with contextlib.suppress(OSError, ValueError):
+                    if _takes_a_buffer(fd):
                         stream.flush()
                 while text.left and text.write(may_wait=False):
                     pass
@@ -184,6 +189,16 @@ class _Queue:
             thread.join(wait_s)
         if self._texts:  # There was no thread for them.
             self._write_texts()
+
+
+def _takes_a_buffer(fd: int) -> bool:
+    """Whether all that a stream of Python may hold back can be written without waiting for a reader. A pipe that can be
+    written to promises a page, which may be less; one that is empty has room for more."""
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISFIFO(mode):
+        (unread,) = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))
+        return not unread and fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) >= 2 * io.DEFAULT_BUFFER_SIZE
+    return not stat.S_ISSOCK(mode) and _poll_writable(fd, 0)
 
 
 def _write_now(fd: int, data: bytes) -> int:

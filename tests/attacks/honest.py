@@ -1,49 +1,63 @@
-"""The honest neighbour of an attack: `python -m tests.attacks.honest PORT RUN_ID [TOKEN_FILE]`.
+"""The honest run that is attacked: `python -m tests.attacks.honest PORT TOKEN_FILE IS_CHANGING`.
 
 It says "formed" when its round has begun, goes on until a line comes in, and then says in JSON how it went. While it
-runs, other short runs begin and end beside it, as a newcomer must be served during an attack, too.
+runs, newcomers join it and leave, one after another, as they must be served during an attack, too; or it forms round
+after round.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import select
 import sys
+import time
 from pathlib import Path
 
-from tests.attacks.harness import DEADLINE_S, LightRun
+from holdfast.rendezvous.client.handshake import TurnedAway
+from holdfast.rendezvous.membership import model, protocol
+from tests.attacks.harness import HONEST, LEASE_S, HonestRun, Peer, facts
 
 
-def main(port: int, run_id: str, token_file: str = "") -> None:
-    token = Path(token_file).read_bytes().strip() if token_file else None
-    run = LightRun(port, run_id, token)
-    runs = [run]
-    problem = ""
-    with contextlib.closing(run):
+def newcomer(port: int, token: bytes | None) -> None:
+    """It stands by, and goes. As an agent does, it tries again if there are too many connections."""
+    ends = time.monotonic() + LEASE_S
+    while True:
         try:
-            run.form()
+            with Peer(port, name="newcomer", token=token) as peer:
+                peer.send(protocol.Join(facts("newcomer"), HONEST))
+                said = peer.until(model.StandBy, model.Refused, model.Expelled)
+                assert isinstance(said, model.StandBy), f"a newcomer was told {said}"
+                peer.send(protocol.Left())
+                return
+        except (OSError, TurnedAway) as error:
+            is_passing = isinstance(error, OSError) or "too many connections" in str(error)
+            if not is_passing or time.monotonic() > ends:
+                raise
+        time.sleep(0.05)
+
+
+def main(port: int, token_file: str, is_changing: bool) -> None:
+    token = Path(token_file).read_bytes().strip() if token_file else None
+    report = {"problem": "", "longest_s": 0.0, "checks": 0, "newcomers": 0, "rounds": 0}
+    try:
+        with HonestRun(port, token_file) as run:
             print("formed", flush=True)
-            while not select.select([sys.stdin], [], [], 0)[0]:
-                run.run_for(0.1)
-            other = LightRun(port, f"{run_id} too", token)
-            runs.append(other)
-            with contextlib.closing(other):
-                other.form(DEADLINE_S / 2)
-                other.finish(DEADLINE_S / 2)
-            run.run_for(0.2)
+            while not select.select([sys.stdin], [], [], 0.05)[0]:
+                began = time.monotonic()
+                run.check()
+                if is_changing:
+                    run.form()
+                elif report["checks"] % 5 == 0:
+                    newcomer(port, token)
+                    report["newcomers"] += 1
+                report["longest_s"] = max(report["longest_s"], time.monotonic() - began)
+                report["checks"] += 1
+            report["rounds"] = run.places[0].round
             run.finish()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    report = {
-        "problem": problem,
-        "disturbed": [each for one in runs for each in one.disturbed],
-        "longest_s": max(one.longest_s for one in runs),
-        "beats": run.beats,
-        "rounds": sorted({place.round for place in run.places.values()}),
-    }
+    except Exception as error:
+        report["problem"] = f"{type(error).__name__}: {error}"
     print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] == "1")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous.etcd import memory
+from holdfast.rendezvous.etcd import keeper
 from holdfast.testing.etcd_server import EtcdServer
 from tests.attacks.harness import ESCAPE, check_plain, end, result_of
 from tests.e2e.command import Ended, Holdfast
@@ -22,7 +22,7 @@ HIGHEST = 1 << 53
 def run(holdfast: Holdfast, etcd: EtcdServer, which: int, value: Any) -> Ended:
     """A run of one node whose leader key (0) or memory key (1) has that value before it begins."""
     run_id = uuid.uuid4().hex
-    key = memory.keys_of("/holdfast", run_id)[which]
+    key = keeper.keys_of("/holdfast", run_id)[which]
     conf = "lease=1,heartbeat=0.3,drop_timeout=1.5,leader_lease=2,last_call=0.2,close_linger=0.2,join_timeout=12"
     place = ("--rdzv-backend", "etcd", "--rdzv-endpoint", etcd.get_endpoint(), "--rdzv-id", run_id)
     with etcd.get_client() as gateway:
@@ -32,7 +32,7 @@ def run(holdfast: Holdfast, etcd: EtcdServer, which: int, value: Any) -> Ended:
             return result_of(running, 25)
         finally:
             end(running)
-            for each in memory.keys_of("/holdfast", run_id):
+            for each in keeper.keys_of("/holdfast", run_id):
                 gateway.delete(each)
 
 

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -133,6 +134,31 @@ def test_logs_of_another_users_run_are_that_users_files(
         ended = holdfast.run("theirs", "--all-users", "--rank", "0", command=(COMMAND, "logs"))
     assert ("what it says" in ended.out) is (whose == "theirs"), ended.err
     assert ("does not belong to user 65534" in ended.err) is (whose == "root"), ended.err
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["of root", "link to root's", "fifo", "theirs"])
+def test_a_bundle_reads_only_that_users_token_file(holdfast: Holdfast, theirs: str, tmp_path: Path, kind: str) -> None:
+    """An agent of another user may name any file as its token file. A text that is left out of the bundle shows what is
+    in the file."""
+    guess, path = "guessed-content", Path(theirs) / "token"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link to root's":
+        path.symlink_to(support.write_secret(tmp_path / "secret", guess))
+    else:
+        support.write_secret(path, guess)
+    if kind in ("fifo", "theirs"):
+        os.chown(path, NOBODY, NOBODY)
+    told = {"host": guess, "directory": theirs, "rendezvous": {"token_file": "token"}}
+    bundle = tmp_path / "bundle.tar.gz"
+    with another_user(f"{SERVE}\nserve(1, lambda client: client.sendall(status(**{told!r})))", theirs):
+        ended = holdfast.run("theirs", "--all-users", "-o", str(bundle), command=(COMMAND, "bundle"))
+    assert ended.code == 0, ended.err
+    with tarfile.open(bundle) as archive:
+        status = archive.extractfile("holdfast-bundle/status.json")
+        assert status is not None
+        assert (guess.encode() in status.read()) is (kind != "theirs")
 
 
 @as_root

@@ -135,7 +135,7 @@ if __name__ == "__main__":
 
 # Size.
 
-BOXES = {
+BOX = {
     "sparse": "os.ftruncate(box(), 3 << 30)",
     "a record as long as the box": "fd = box(); os.write(fd, MAGIC + b'E' + (3 << 30).to_bytes(8, 'big')); "
     "os.ftruncate(fd, (3 << 30) + 13)",
@@ -146,11 +146,29 @@ BOXES = {
     "64 MiB of text": "write(b'x' * (64 << 20))",
     "a million lines of text": "write(b'Fatal Python error\\n' * 1_000_000)",
 }
+ERROR_FILE = {
+    "16 MB of JSON": "file.write('{\"message\": \"m\", \"x\": [' + '{},' * 5_000_000 + '1]}')",
+    "a message of 15 MB": "json.dump({'message': 'm' * 15_000_000}, file)",
+    "15 MB of traceback": "extra = {'py_callstack': 'x\\n' * 5_000_000}; "
+    "json.dump({'message': {'message': 'm', 'extraInfo': extra}}, file)",
+    "deep": "file.write('[' * 1_000_000)",
+}
+NO_FILE = {"pipe": "os.mkfifo(path)", "endless": "os.symlink('/dev/zero', path)", "directory": "os.mkdir(path)"}
+LEFT = {
+    **{f"box: {name}": source for name, source in BOX.items()},
+    **{f"error file: {name}": f"with open(path, 'w') as file: {source}" for name, source in ERROR_FILE.items()},
+    **{f"error file: {name}": source for name, source in NO_FILE.items()},
+    "an endless last line of stderr": "sys.stderr.write('x' * (64 << 20)); sys.stderr.flush()",
+}
 
 
-@pytest.mark.parametrize("source", BOXES.values(), ids=BOXES)
-def test_a_black_box_that_exhausts_the_agent(holdfast: Holdfast, source: str) -> None:
-    check(run(holdfast, f"{source}\nos._exit(1)\n"))
+@pytest.mark.parametrize("source", LEFT.values(), ids=LEFT)
+def test_what_a_worker_leaves_does_not_exhaust_the_agent(holdfast: Holdfast, tmp_path: Path, source: str) -> None:
+    """A black box, an error file that may be no file, the end of its output."""
+    source = f"path = os.environ['TORCHELASTIC_ERROR_FILE']\n{source}\nos._exit(1)\n"
+    cost = run(holdfast, source, "--redirects", "3", "--log-dir", str(tmp_path / "logs"))
+    check(cost)
+    assert len(cost.ended.raw_err) < 2 * MIB
 
 
 def test_a_black_box_that_grows_while_a_peer_fails(holdfast: Holdfast) -> None:
@@ -165,31 +183,6 @@ while True:
     time.sleep(0.1)
 """
     check(run(holdfast, source, "--nproc-per-node", "2", "--grace-period", "3"))
-
-
-ERROR_FILES = {
-    "16 MB of JSON": "'{\"message\": \"m\", \"x\": [' + '{},' * 5_000_000 + '1]}'",
-    "a message of 15 MB": "json.dumps({'message': 'm' * 15_000_000})",
-    "15 MB of traceback": "json.dumps({'message': {'message': 'm', 'extraInfo': {'py_callstack': 'x\\n' * 5000000}}})",
-    "deep": "'[' * 1_000_000",
-}
-
-
-@pytest.mark.parametrize("content", ERROR_FILES.values(), ids=ERROR_FILES)
-def test_an_error_file_that_exhausts_the_agent(holdfast: Holdfast, content: str) -> None:
-    cost = run(holdfast, f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({content})\nos._exit(1)\n")
-    check(cost)
-    assert len(cost.ended.raw_err) < 2 * MIB
-
-
-@pytest.mark.parametrize("kind", ["os.mkfifo(path)", "os.symlink('/dev/zero', path)", "os.mkdir(path)"])
-def test_an_error_file_that_is_no_file(holdfast: Holdfast, kind: str) -> None:
-    check(run(holdfast, f"path = os.environ['TORCHELASTIC_ERROR_FILE']\n{kind}\nos._exit(1)\n"))
-
-
-def test_an_endless_last_line_of_stderr(holdfast: Holdfast, tmp_path: Path) -> None:
-    source = "sys.stderr.write('x' * (64 << 20)); sys.stderr.flush(); os._exit(1)"
-    check(run(holdfast, source, "--redirects", "3", "--log-dir", str(tmp_path / "logs")))
 
 
 # The processes around it.

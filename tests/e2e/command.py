@@ -128,7 +128,7 @@ class Running:
         """Every process of this test that is still there, with its command line. A coordinator that an agent has
         started may end a moment later; one without a command line is just ending."""
         found = {pid: _command_line(pid) for pid in support.marked(self._mark)}
-        ending = {pid for pid, line in found.items() if not line or "holdfast.cli.coordinator" in line}
+        ending = {pid for pid, line in found.items() if not line or "holdfast.rendezvous.coordinator.process" in line}
         return {pid: line for pid, line in found.items() if pid not in ending or support.survivors([pid])}
 
     def workers(self) -> list[int]:

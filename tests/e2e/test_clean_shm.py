@@ -13,8 +13,8 @@ import pytest
 
 from tests.e2e.command import COMMAND, Holdfast
 
-# Rank 1 makes a file, fails when rank 0 has mapped everything, and is dead when the round is stopped. The second
-# attempt shows what is left of the first.
+# Rank 1 makes a file, fails when rank 0 and the outsider have mapped everything, and is dead when the round is stopped.
+# The second attempt shows what is left of the first.
 JOB = """
     import mmap, os, sys, time
     prefix, rank = sys.argv[1], os.environ["RANK"]
@@ -35,10 +35,13 @@ JOB = """
     if rank == "1":
         kept = use("of-the-dead")
         open("made", "w").close()
-        await_file("mapped")
+        await_file("mapped-by-all")
         os._exit(3)
     await_file("made")
-    kept = [use(name) for name in ("own", "of-the-dead", "mapped-elsewhere", "open-elsewhere")]
+    kept = [use(name) for name in ("own", "of-the-dead", "mapped-elsewhere", "open-elsewhere", "from-before")]
+    use("read-only").close()
+    with open(f"/dev/shm/{prefix}-read-only", "rb") as file:
+        kept.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     open("mapped", "w").close()
     time.sleep(600)
 """
@@ -52,16 +55,20 @@ def prefix() -> Iterator[str]:
         path.unlink()
 
 
-# Uses two of the files while the command runs. In a namespace of its own, every process of the user can be read; on a
-# host some may not be, and then nothing is removed.
+# Makes a file before the command runs, and uses two of its files meanwhile. In a namespace of its own, every process of
+# the user can be read; on a host some may not be, and then nothing is removed.
 NAMESPACE = ("unshare", "--map-root-user", "--pid", "--fork", "--mount-proc")
 OUTSIDER = """
-import mmap, os, subprocess, sys
-fds = [os.open(f"/dev/shm/{sys.argv[-1]}-{name}-elsewhere", os.O_RDWR | os.O_CREAT) for name in ("mapped", "open")]
-os.ftruncate(fds[0], 1 << 20)
+import mmap, os, subprocess, sys, time
+open(f"/dev/shm/{sys.argv[-1]}-from-before", "w").close()
+command = subprocess.Popen(sys.argv[1:])
+while not os.path.exists("mapped"):
+    time.sleep(0.01)
+fds = [os.open(f"/dev/shm/{sys.argv[-1]}-{name}-elsewhere", os.O_RDWR) for name in ("mapped", "open")]
 mapped = mmap.mmap(fds[0], 1 << 20)
 os.close(fds[0])
-sys.exit(subprocess.call(sys.argv[1:]))
+open("mapped-by-all", "w").close()
+sys.exit(command.wait())
 """
 
 
@@ -79,15 +86,17 @@ def run(holdfast: Holdfast, prefix: str, *options: str) -> tuple[list[str], list
 
 def test_what_only_the_stopped_round_used_is_removed(holdfast: Holdfast, prefix: str) -> None:
     left, said = run(holdfast, prefix, "--clean-shm")
-    assert left == ["mapped-elsewhere", "of-nobody", "open-elsewhere"]
+    assert left == ["from-before", "mapped-elsewhere", "of-nobody", "open-elsewhere", "read-only"]
     assert said == [
-        "holdfast: --clean-shm removed 2 of 4 files in /dev/shm that the stopped workers had mapped (8192 bytes)"
+        "holdfast: --clean-shm removed 2 of 4 files in /dev/shm that the stopped workers had made (8192 bytes)"
     ]
 
 
 def test_without_the_option_everything_stays(holdfast: Holdfast, prefix: str) -> None:
     left, said = run(holdfast, prefix)
-    assert left == ["mapped-elsewhere", "of-nobody", "of-the-dead", "open-elsewhere", "own"]
+    assert left == [
+        "from-before", "mapped-elsewhere", "of-nobody", "of-the-dead", "open-elsewhere", "own", "read-only"
+    ]  # fmt: skip
     assert said == []
 
 
@@ -110,14 +119,14 @@ path = sys.argv[1]
 open(path, "w").close()
 found = os.stat(path)
 files = {path: (found.st_dev, found.st_ino)}
-cleaned = shared_memory.remove_unused(files)
-print(other in cleaned.unreadable, cleaned.count, os.path.exists(path))
-cleaning = shared_memory.Cleaning([])
+count, _, unreadable = shared_memory.remove_unused(files)
+print(other in unreadable, count, os.path.exists(path))
+cleaning = shared_memory.Cleaning([], frozenset())
 assert cleaning.poll()
 os.close(write_fd)
 os.waitpid(other, 0)
-cleaned = shared_memory.remove_unused(files)
-print(cleaned.unreadable, cleaned.count, os.path.exists(path))
+count, _, unreadable = shared_memory.remove_unused(files)
+print(unreadable, count, os.path.exists(path))
 """
 
 
@@ -125,4 +134,4 @@ print(cleaned.unreadable, cleaned.count, os.path.exists(path))
 def test_files_stay_if_a_process_of_the_user_cannot_be_asked(prefix: str) -> None:
     command = [sys.executable, "-c", _UNREADABLE, f"/dev/shm/{prefix}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout, done.stderr) == ("True 0 True\n() 1 False\n", "")
+    assert (done.stdout, done.stderr) == ("True 0 True\n[] 1 False\n", "")

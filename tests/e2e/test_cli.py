@@ -145,8 +145,12 @@ EXHAUSTED = "no restart: the 2 allowed restarts are used up"
 def test_every_restart_is_told_with_its_cause(holdfast: Holdfast) -> None:
     ended = holdfast.run("--max-restarts=2", holdfast.script("import sys; sys.exit(9)"))
     assert ended.code == 1
-    told = [line for line in ended.own if "exited with code 9" in line]
-    assert [line.rpartition("; ")[2] for line in told] == ["restart 1 of 2", "restart 2 of 2", EXHAUSTED]
+    told = [re.sub(r"pids? \d+", "", line) for line in ended.own if "started" not in line]
+    assert told == [
+        "holdfast: rank 0 exited with code 9 (); restart 1 of 2",
+        "holdfast: rank 0 exited with code 9 (); restart 2 of 2",
+        f"holdfast: {EXHAUSTED}",
+    ], "the report has the cause of the last one"
     assert ended.last.startswith("Cause: rank 0 exited with code 9")
 
 
@@ -163,7 +167,26 @@ def test_the_wait_before_a_restart_is_told(holdfast: Holdfast) -> None:
     script = holdfast.script("import os, sys; sys.exit(9)")
     ended = holdfast.run("--max-restarts=2", "--restart-backoff=0.1s", script)
     told = [line.rpartition("; ")[2] for line in ended.own if "exited with code" in line]
-    assert told == ["restart 1 of 2, in 0.1 s", "restart 2 of 2, in 0.2 s", EXHAUSTED]
+    assert told == ["restart 1 of 2, in 0.1 s", "restart 2 of 2, in 0.2 s"]
+
+
+def test_a_rank_that_finished_early_is_mentioned(holdfast: Holdfast) -> None:
+    """It looks like a success; the peers report that it has closed the connection."""
+    script = holdfast.script("""
+        import os, pathlib, time
+        if os.environ["RANK"] == "1":
+            pathlib.Path("pid").write_text(str(os.getpid()) + ".")
+            raise SystemExit
+        pid = pathlib.Path("pid")
+        while not pid.exists() or not pid.read_text().endswith("."):
+            time.sleep(0.01)
+        while os.path.exists("/proc/" + pid.read_text()[:-1]):
+            time.sleep(0.01)
+        raise RuntimeError("Connection closed by peer")
+    """)
+    ended = holdfast.run("--nproc-per-node=2", script)
+    assert ended.code == 1
+    assert ended.last.endswith("): rank 1 had finished with exit code 0 before that")
 
 
 # --- what is executed -----------------------------------------------------------------------------------------

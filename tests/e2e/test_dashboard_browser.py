@@ -128,12 +128,12 @@ def test_a_job_from_its_start_to_its_stop(scene: Scene, page: Any) -> None:
     page.locator("#stop-now").click()
     await_text(page, "#state", "^closed$")
     await_text(page, "#sentence", r"^The run has been closed: that is enough\.$")
-    assert [node.wait() for node in scene.nodes] == [143, 143]
+    assert [node.wait() for node in scene.nodes] == [94, 94]
     await_text(page, "#note", "The dashboard has ended: it stays for 10 s")
     assert text_of(page, "#link") == "ended"
     assert "closed" in text_of(page, "#rounds"), "the last state stays"
     assert page.locator("#cells").get_attribute("aria-label").startswith("Workers: 4 stopped.")
-    assert scene.ended() == {"a": 143, "b": 143}
+    assert scene.ended() == {"a": 94, "b": 94}
 
 
 def test_the_report_of_a_failure_stays_on_the_page(scene: Scene, page: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.rendezvous.etcd.memory import keys_of
+from holdfast.rendezvous.etcd.keeper import keys_of
 from holdfast.testing.etcd_server import EtcdCluster
 from tests import support
 from tests.certificates import make_certificates
@@ -86,7 +86,7 @@ def test_the_reason_is_known_before_a_short_patience_ends(holdfast: Holdfast) ->
     [
         ("a,,b", (), "one of the endpoints is empty"),
         ("a", ("--token-file", "x"), "the token file 'x' cannot be read"),
-        ("a", ("--rdzv-conf", "leader_lease=1"), "leader_lease must be whole seconds, at least 2, not 1"),
+        ("a", ("--rdzv-conf", "leader_lease=1"), "leader_lease must be a whole number of seconds, at least 2, not '1'"),
         ("https://a", (), "agent traffic would be plain although etcd is reached over TLS"),
         ("a", ("--rdzv-conf", "user=me"), "etcd user 'me' needs a password"),
     ],

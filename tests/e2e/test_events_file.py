@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import support
-from tests.e2e.command import Ended, Holdfast, ends_of
+from tests.e2e.command import COMMAND, Ended, Holdfast, ends_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 JOB = """
@@ -108,15 +108,21 @@ def test_progress(holdfast: Holdfast) -> None:
     assert worker["age_s"] >= 0
 
 
-def test_a_signal(holdfast: Holdfast) -> None:
+@pytest.mark.parametrize(("is_closed", "state", "reason"), [(False, "left", "SIGTERM"), (True, "closed", "enough")])
+def test_a_signal_and_a_stop(holdfast: Holdfast, is_closed: bool, state: str, reason: str) -> None:
     holdfast.script(JOB)
-    running = holdfast.start("--events-file", "events.jsonl", "job.py", "wait", "wait")
+    running = holdfast.start("--events-file", "events.jsonl", "--rdzv-id", "job7", "job.py", "wait", "wait")
     path = holdfast.directory / "events.jsonl"
     support.wait_until(lambda: path.exists() and "started" in path.read_text(), "the workers run")
-    running.send(signal.SIGTERM)
+    if is_closed:
+        holdfast.start("stop", str(running.pid), "--reason", "enough", command=(COMMAND,)).process.wait(
+            support.DEADLINE_S
+        )
+    else:
+        running.send(signal.SIGTERM)
     running.wait()
     last = events_in(path)[-1]
-    assert (last["event"], last["state"], last["reason"]) == ("ended", "left", "SIGTERM")
+    assert (last["event"], last["state"], last["reason"]) == ("ended", state, reason)
 
 
 def test_two_nodes_share_a_file(holdfast: Holdfast) -> None:

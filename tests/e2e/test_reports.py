@@ -107,7 +107,7 @@ def test_exception(one: Any, holdfast: Holdfast) -> None:
     job = "if r == 1 and os.environ['HOLDFAST_ROUND'] == '1':\n    sys.exit(9)\n"
     job += "if r == 1:\n    print('loading', file=sys.stderr)\n    {}['step']\n"
     shown = one("exception", job + WAITS, "--max-restarts", "1", "--log-dir", "logs", "--redirects", "3")
-    kept = json.loads((holdfast.directory / "logs" / "latest" / ".." / "report.json").read_text())
+    kept = json.loads((holdfast.directory / "logs" / "latest" / "report.json").read_text())
     assert (kept["version"], kept["cause"]) == (1, shown.splitlines()[-1].removeprefix("Cause: "))
     assert [each["reason"][:19] for each in kept["restarts"]["earlier_rounds"]] == ["rank 1 exited with "]
     assert "loading" in (holdfast.directory / "logs" / "latest" / "1" / "stderr.log").read_text()
@@ -269,7 +269,7 @@ sys.exit(7)
     if code:
         words = "1 restart without getting further than step 5 (--no-progress-limit 1)"
         assert f"\nRestarts: 2 of 9 used; not restarted: {words}\n" in report_in(ended).replace("\n    ", " ")
-        kept = json.loads((holdfast.directory / "logs" / "latest" / ".." / "report.json").read_text())
+        kept = json.loads((holdfast.directory / "logs" / "latest" / "report.json").read_text())
         assert kept["exit_code"] == 93
 
 

@@ -30,7 +30,7 @@ COMMANDS = {
         sys.stdin.read()
         pathlib.Path("called").touch()
         wait_for("submit")
-        print(7, flush=True)
+        print(pathlib.Path("submit").read_text() or 7, flush=True)
         wait_for("end")
         sys.exit(int(pathlib.Path("end").read_text()))
     """,
@@ -42,6 +42,7 @@ COMMANDS = {
     """,
     "scontrol": """
         #!/bin/sh
+        echo "$@" > asked
         echo "JobId=7 JobState=$(cat state) Reason=None ExitCode=$(cat end):0 Comment=\\377"
         echo "   StdOut=$PWD/out"
     """,
@@ -81,6 +82,17 @@ def test_a_job_that_is_submitted_while_the_signal_comes_is_cancelled(holdfast: H
     (holdfast.directory / "submit").touch()
     assert job.wait().code == 130
     assert (holdfast.directory / "cancelled").read_text() == "7\n"
+
+
+def test_a_job_of_another_cluster_is_asked_for_and_cancelled_there(holdfast: Holdfast, submit: Submit) -> None:
+    """The number alone may be that of another job."""
+    (holdfast.directory / "submit").write_text("7;west")
+    job = submit()
+    support.wait_until(lambda: "submitted as Slurm job 7 of cluster west" in job.so_far().err, "the job runs")
+    assert (holdfast.directory / "asked").read_text() == "--clusters=west show job 7\n"
+    job.send(signal.SIGINT)
+    assert job.wait().code == 130
+    assert (holdfast.directory / "cancelled").read_text() == "--clusters=west 7\n"
 
 
 def test_a_second_interrupt_does_not_wait_for_the_submission(holdfast: Holdfast, submit: Submit) -> None:

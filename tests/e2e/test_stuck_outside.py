@@ -84,8 +84,8 @@ def test_a_failure_stops_the_workers_though_nobody_reads_stderr(
         assert support.survivors(workers.values()) == []
     text = full.read()
     assert running.wait().code == 1
-    words = re.findall(r"started 2 workers|; restart 1 of 1|; no restart", text)
-    assert words == ["started 2 workers", "; restart 1 of 1", "started 2 workers", "; no restart"], text
+    words = re.findall(r"started 2 workers|; restart 1 of 1|: no restart", text)
+    assert words == ["started 2 workers", "; restart 1 of 1", "started 2 workers", ": no restart"], text
     assert text.splitlines()[-1].startswith("Cause: rank 1 exited with code 3")
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from tests import support
 from tests.e2e.command import Holdfast
-from tests.integration.test_warm import is_template
 
 # Dies once in each of the first lives, and leaves its weights at the end.
 TRAINING = """
@@ -109,7 +108,7 @@ def test_a_node_that_stands_by_preloads(holdfast: Holdfast) -> None:
 
 
 def has_template(pid: int) -> bool:
-    return any(map(is_template, support.tree(pid)))
+    return any(map(support.is_template, support.tree(pid)))
 
 
 def test_a_signal_while_modules_are_imported(holdfast: Holdfast) -> None:

@@ -25,8 +25,10 @@ from holdfast.agent import (
     WorkerGroup,
     WorkerSpec,
     WorkerState,
+    local,
 )
 from holdfast.errors import HoldfastError, UserError
+from holdfast.failures.records import Failure
 from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.errors import record
 from holdfast.rendezvous import (
@@ -35,7 +37,6 @@ from holdfast.rendezvous import (
     RendezvousStoreInfo,
 )
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
-from holdfast.rendezvous.membership.restart_policy import Failure
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.static import StandaloneRendezvous, StaticTCPRendezvous
 from holdfast.rendezvous.store import InProcessStore
@@ -385,7 +386,11 @@ def test_nobody_is_done_before_everybody_is(tmp_path: Path, mailbox: support.Mai
 
 
 @pytest.mark.parametrize("trouble", ["nobody comes", "the store is gone"])
-def test_a_barrier_that_fails_does_not_fail_the_run(trouble: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_barrier_that_fails_does_not_fail_the_run(
+    trouble: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
+
     class GoneStore(InProcessStore):
         def add(self, key: str, amount: int) -> int:
             raise ConnectionResetError("the store is gone")
@@ -396,7 +401,6 @@ def test_a_barrier_that_fails_does_not_fail_the_run(trouble: str, caplog: pytest
             return RendezvousInfo(store, 1, 2, RendezvousStoreInfo("localhost", 1))
 
     agent = make_agent("true", handler=Alone(Meeting(), "0"), exit_barrier_timeout=0.1)
-    agent._assign_worker_ranks = lambda *args: agent.get_worker_group().workers  # type: ignore[method-assign]
     assert agent.run().state is WorkerState.SUCCEEDED
     assert caplog.text.count("other nodes to finish") == 1
 
@@ -574,6 +578,20 @@ def test_a_local_agent_takes_what_older_subclasses_pass_on(mailbox: support.Mail
     assert result.state is S.SUCCEEDED
 
 
+def test_a_monitor_of_its_own_is_asked_again_and_again(mailbox: support.Mailbox) -> None:
+    """Also in an agent whose other hooks are those of the local one, which is told when something happens."""
+    asked = []
+
+    class Watching(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            asked.append(super()._monitor_workers(worker_group).state)
+            return RunResult(S.UNHEALTHY if len(asked) == 5 else asked[-1])
+
+    given = make_agent(entrypoints.wait_forever, str(mailbox), local_world_size=1)
+    result = Watching(given.get_worker_group().spec, DefaultLogsSpecs("/dev/null")).run()
+    assert (result.state, result.stopped, asked) == (S.FAILED, {0: "SIGTERM"}, [S.HEALTHY] * 5)
+
+
 @pytest.mark.parametrize("state", [S.UNKNOWN, S.INIT, S.STOPPED])
 def test_a_state_that_should_not_be(state: WorkerState) -> None:
     agent = Scripted(WorkerSpec("r", 1, StandaloneRendezvous("x"), entrypoint="-", monitor_interval=0.01), [state])
@@ -603,16 +621,14 @@ class Overtaken(SoloCoordination, StandaloneRendezvous):
 
 
 class Interrupted(Overtaken):
-    """Two pushes are there at once: the round is stopped, and the place is lost."""
+    """Three pushes are there at once: a round begins, it is stopped, and the place is lost."""
 
-    def take(self) -> list[Any]:
-        pushes = super().take()
-        if pushes or self._is_interrupted or not self._round:
-            return pushes
-        self._is_interrupted = True
-        return [Stop(1, "a worker elsewhere has failed"), PlaceLost(1, "out of reach")]
-
-    _is_interrupted = False
+    def join(self, failure: Failure | None = None) -> None:
+        is_first = not self._round
+        super().join()
+        if is_first:
+            self._mailbox.put(Stop(1, "a worker elsewhere has failed"))
+            self._mailbox.put(PlaceLost(1, "out of reach"))
 
 
 def test_two_pushes_at_once_stop_the_workers_once() -> None:
@@ -639,7 +655,7 @@ def test_a_late_node_does_not_speak_of_restarts_before_its_time(caplog: pytest.L
     caplog.set_level(logging.INFO, "holdfast")
     agent = Scripted(WorkerSpec("r", 1, Late(), entrypoint="-", max_restarts=50, monitor_interval=0.01), [S.SUCCEEDED])
     assert agent.run().state is S.SUCCEEDED
-    assert agent._restarts_used == 3
+    assert agent.status.restarts_used == 3
     assert not [line for line in caplog.messages if line.startswith("restart")]
 
 
@@ -747,17 +763,6 @@ AGENT_KEYS = {
 }  # fmt: skip
 
 
-def test_how_long_a_block_took_is_recorded(recorded: list[events.Event]) -> None:
-    agent = make_agent("true", event_log_handler="test")
-    with agent.record_duration("WARMUP"):
-        pass
-    with pytest.raises(KeyError), agent.record_duration("WARMUP"):
-        raise KeyError("x")
-    assert [event.name for event in recorded] == ["torchelastic.worker.status.WARMUP"] * 2
-    assert [event.metadata["raw_error"] for event in recorded] == [None, "KeyError: 'x'"]
-    assert all(isinstance(event.metadata["duration_ms"], int) for event in recorded)
-
-
 def test_events_of_a_run_that_fails(mailbox: support.Mailbox, recorded: list[events.Event]) -> None:
     before = int(time.time())
     result = make_agent(entrypoints.live, str(mailbox), "raise", max_restarts=1, event_log_handler="test").run()
@@ -836,4 +841,4 @@ def test_how_long_uninterruptible_sleep_may_last(
     monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(name, variable)
-    assert make_agent("true", uninterruptible_state_timeout=explicit)._stuck_timeout_s == timeout_s
+    assert local.stuck_timeout_s(explicit) == timeout_s

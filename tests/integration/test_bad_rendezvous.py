@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.membership import keys
 from tests import support
 from tests.coordinators import coordinator, listener
 
@@ -53,7 +54,7 @@ def test_something_else_listens(tmp_path: Path) -> None:
     assert lines == [f"holdfast run: error: 127.0.0.1:{port} answers, but it is not a holdfast coordinator"]
 
 
-SECRET = "a secret of many bytes"
+SECRET = keys.made_token(b"a secret" * 4)
 
 
 def test_another_token(tmp_path: Path) -> None:
@@ -62,7 +63,11 @@ def test_another_token(tmp_path: Path) -> None:
         server.await_line("is turned away: its token is not the one of this coordinator")
     assert code == 1
     said = f"the coordinator at 127.0.0.1:{server.port} does not know this agent's token"
-    assert lines == [f"holdfast run: error: {said}"]
+    warning, *others = lines
+    assert warning.startswith(
+        "holdfast: the token was not made by `holdfast token`, or was damaged: a made-up token can "
+    )
+    assert others == [f"holdfast run: error: {said}"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_a_token_on_one_side_only(tmp_path: Path, theirs: str, ours: str, words:
     [
         (("--rdzv-endpoint", "127.0.0.1:0"), "the endpoint 127.0.0.1:0 names no port, so 2 nodes cannot meet there"),
         (("--rdzv-endpoint", "127.0.0.1:port"), "port 'port' is not a number from 0 to 65535"),
-        (("--rdzv-conf", "colour=red"), "unknown rendezvous setting 'colour'"),
+        (("--rdzv-conf", "colour=red"), "backend 'c10d' has no rendezvous setting 'colour'; there are admit, "),
         (("--rdzv-conf", "store_type=file"), "store_type must be tcp, not 'file'"),
         (("--rdzv-conf", "heartbeat=1", "--lease", "1"), "lease=1 is too short for a heartbeat every 1 s"),
         (("--rdzv-conf", "tls_cert=no.pem"), "the TLS certificate no.pem cannot be used: No such file or directory"),

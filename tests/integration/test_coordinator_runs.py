@@ -1,9 +1,13 @@
-"""What the nodes of a run hear of each other through a real coordinator: refusals, stuck nodes, how a run ended."""
+"""What the nodes of a run hear of each other through a real coordinator, how a run ends, what the coordinator writes to
+its log about it, and what happens when the coordinator fails itself."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +15,16 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UserError
+from holdfast.failures.records import Failure
 from holdfast.rendezvous.api import RendezvousClosedError
 from holdfast.rendezvous.client import handshake, reachability
-from holdfast.rendezvous.coordinator import run as runs
+from holdfast.rendezvous.client.handshake import TurnedAway
+from holdfast.rendezvous.coordinator import served_run
 from holdfast.rendezvous.handler import CoordinatorHandler
-from holdfast.rendezvous.membership import protocol
-from holdfast.rendezvous.membership import round as rounds
-from holdfast.rendezvous.membership.model import Ended, Expelled, NodeFacts, Sealed, Settings, Stop
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership import frames, protocol
+from holdfast.rendezvous.membership import run as machine
+from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Settings, Stop
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
 from tests.coordinators import (
     Caller,
@@ -32,9 +38,9 @@ from tests.coordinators import (
 )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
-    with coordinator(tmp_path_factory.mktemp("home")) as process:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[CoordinatorProcess]:
+    with coordinator(tmp_path) as process:
         yield process
 
 
@@ -43,13 +49,14 @@ def _all_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
 
 
-def await_log(caplog: pytest.LogCaptureFixture, words: str) -> str:
+def await_log(caplog: pytest.LogCaptureFixture, *words: str) -> str:
     """The first line of this process that has the words."""
 
     def find() -> str:
-        return next((text for text in map(logging.LogRecord.getMessage, list(caplog.records)) if words in text), "")
+        lines = [record.getMessage() for record in list(caplog.records)]
+        return next((line for line in lines if all(word in line for word in words)), "")
 
-    return support.wait_until(find, f"{words!r} in the log")
+    return support.wait_until(find, f"{words} in the log")
 
 
 # While a node waits.
@@ -89,12 +96,13 @@ def test_a_newcomer_waits_for_a_frozen_coordinator(
     """What the line promises holds: it goes on until the join timeout, and joins when the coordinator thaws."""
     monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(reachability, "_FIRST_WORD_AFTER_S", 0.5)
+    monkeypatch.setattr(reachability, "_SECOND_WORD_AFTER_S", 1.0)
     monkeypatch.setattr(reachability, "_NEXT_WORD_AFTER_S", 0.5)
     with coordinator(tmp_path) as process, node(process.port) as a:
         process.process.send_signal(signal.SIGSTOP)
         try:
             a.join()
-            support.wait_until(lambda: caplog.text.count(", trying for ") > 2, "it goes on after what it said first")
+            support.wait_until(lambda: caplog.text.count("this node tries for ") > 2, "more than its first words")
             assert a.take() == []
         finally:
             process.process.send_signal(signal.SIGCONT)
@@ -104,62 +112,31 @@ def test_a_newcomer_waits_for_a_frozen_coordinator(
 # A stop that does not end.
 
 
-class Stuck:
-    """A node that heartbeats and never comes back from a stop. Gives what it was told before it was hung up on."""
-
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
-        self._caller = Caller(self._beat)
-
-    def _beat(self) -> list[object]:
-        told: list[object] = []
-        for number in range(1, 10_000):
-            try:
-                self._peer.send(protocol.Heartbeat(number))
-            except OSError:
-                return told
-            while not isinstance(message := self._peer.receive(), protocol.HeartbeatAnswer):
-                if message is None:
-                    return told
-                told.append(message)
-            time.sleep(0.05)
-        raise AssertionError("it was never hung up on")
-
-    def told(self) -> list[object]:
-        found = self._caller.result()
-        assert isinstance(found, list)
-        return found
-
-
-def agreed(handler: CoordinatorHandler) -> Settings:
-    return handler._options.settings(RestartPolicy())
-
-
 def test_a_node_that_never_comes_back_from_a_stop_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rounds, "STOP_MARGIN_S", 0.3)
-    with coordinator_thread(tmp_path) as port, Peer(port) as peer, node(port, "1:2", lease=2, last_call=5) as a:
-        a.introduce("default", 1, RestartPolicy(), grace_s=0.2)
-        peer.enter(name="stuck").join("stuck", agreed(a), grace_s=0.2)
-        stuck = Stuck(peer)
-        assert form(a)[0].found.world_size == 2
+    """It keeps its lease, and its agent does not join again."""
+    conf = {"lease": 2, "last_call": 5}
+    with coordinator_thread(tmp_path) as port, node(port, "1:2", **conf) as a, node(port, "1:2", **conf) as stuck:
+        for each in (a, stuck):
+            each.introduce("default", 1, RestartPolicy(), grace_s=0.2, stop_margin_s=0.3)
+        assert form(a, stuck)[0].found.world_size == 2
         a.report_failure(1, Failure(text="no reason"))
         assert await_push(a, Stop).is_failure
         (second,) = form(a)
         assert (second.number, second.found.world_size) == (2, 1)
-        kinds = [type(message) for message in stuck.told()]
-        assert kinds[-2:] == [Stop, Expelled]
-    assert "stuck did not stop its workers within" in await_log(caplog, "treated as lost")
+        await_push(stuck, PlaceLost)
+        said = await_log(caplog, "treated as lost")
+        assert f"{stuck.node_id} did not stop its workers within" in said
 
 
 # After the end.
 
 
 def succeed(*handlers: CoordinatorHandler) -> None:
-    form(*handlers)
-    for each in handlers:
-        each.report_success(1, 10)
+    rounds_of = form(*handlers)
+    for each, found in zip(handlers, rounds_of, strict=True):
+        each.report_success(found.number, 10)
     for each in handlers:
         await_push(each, Ended)
 
@@ -183,34 +160,148 @@ def test_the_name_of_a_run_that_was_complete_is_free_at_once(server: Coordinator
             succeed(a, b)
 
 
-# What a coordinator keeps of nodes that come and go.
+def test_a_run_that_all_nodes_have_left_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_DESERTED_S", 0.2)
+    settings = Settings(1, 1, heartbeat_s=0.05, lease_s=0.1)
+    with coordinator_thread(tmp_path) as port:
+        for name in "ab":  # The second one finds nothing of the first.
+            with Peer(port) as peer:
+                peer.enter(name=name).join(name, settings)
+                assert peer.await_kind(Sealed).place.round == 1
+                assert list((tmp_path / "state").iterdir())
+            support.wait_until(lambda: not list((tmp_path / "state").iterdir()), "its memory is gone")
 
 
-def speak_on(peer: Peer, name: str, ticket: bytes = b"") -> None:
-    """The node says its join there, and it has been taken."""
-    peer.enter(name=name, ticket=ticket).join(name, Settings(99, 99))
-    peer.ask("check", "anything")
+def test_what_is_known_of_nodes_that_are_away_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a node that is connected stays its own, however many nodes come and go."""
+    monkeypatch.setattr(machine, "_REMEMBERED_NODES", 4)
+    settings = Settings(99, 99, lease_s=60.0)
+    with coordinator_thread(tmp_path) as port, Peer(port) as here, Peer(port) as away:
+        for name, peer in (("here", here), ("away", away)):
+            peer.enter(name=name, secret=b"its own").join(name, settings).ask("check", "k")
+        away.close()
+        for number in range(20):
+            with Peer(port) as other:
+                other.enter(name=f"other {number}").join(f"other {number}", settings).ask("check", "k")
+        with Peer(port) as stranger, pytest.raises(TurnedAway, match="is another node's"):
+            stranger.enter(name="here")
+        with Peer(port) as stranger:
+            stranger.enter(name="away")
 
 
-@pytest.mark.parametrize("is_connected", [True, False])
-def test_what_is_known_of_connections_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_connected: bool
+# What is said, and what goes wrong.
+
+
+def test_a_line_for_each_decision(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings(1, 2, last_call_s=0.0)
+    with coordinator_thread(tmp_path) as port, Peer(port) as first, Peer(port) as second, Peer(port) as third:
+        first.enter("run", name="first").join("first", settings)
+        first.join("first", settings).ask("check", "k")  # Which is not a decision.
+        second.enter("run", name="second").join("second", Settings(1, 3))
+        assert second.is_hung_up()
+        third.enter("run", name="third").join("third", settings, incarnation=1).ask("check", "k")
+        third.join("third", settings, incarnation=0)
+        assert third.is_hung_up()
+        first.send(protocol.Close("e" * 5000))
+        first.await_kind(Ended)
+        first.send(protocol.Left())
+    for words in (
+        ("first/0 at 127.0.0.1:", "joined"),
+        ("second", "127.0.0.1:", "is refused: --nnodes"),
+        ("third/1 at 127.0.0.1:", "joined"),
+        ("third/", "at 127.0.0.1:", "is expelled: a newer incarnation"),
+        ("first/0 at 127.0.0.1:", "left"),
+        ("has ended: eee",),
+    ):
+        line = await_log(caplog, *words)
+        assert caplog.messages.count(line) == 1
+        assert len(line) < 1000
+
+
+@pytest.mark.parametrize("broken", ["machine", "encoder"])
+def test_a_run_that_fails_inside_is_closed_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
-    """A join that is late on an older connection is dropped, however many nodes come and go, while the node has a newer
-    connection. Of nodes that have none the last few are known."""
-    monkeypatch.setattr(runs, "_REMEMBERED_CONNECTIONS", 3)
-    with coordinator_thread(tmp_path) as port, Peer(port) as old:
-        old.enter()
-        with Peer(port) as newer:
-            speak_on(newer, "a", old.welcome.ticket)
-            if not is_connected:
-                newer.close()
-            for number in range(10):
-                with Peer(port) as other:
-                    speak_on(other, f"other {number}")
-            old.send(protocol.Join(NodeFacts("a"), Settings(99, 99)))
-            if is_connected:
-                assert old.is_hung_up()
-                newer.ask("check", "anything")
-            else:
-                old.ask("check", "anything")
+    """Its nodes are hung up on and can come back; the run goes on from its memory."""
+    step, encode = machine.Membership.step, frames.encode
+
+    def fail_step(self: machine.Membership, event: protocol.Event, now: float) -> list[protocol.Command]:
+        if isinstance(event, protocol.From) and isinstance(event.message, protocol.Leaving):
+            raise ZeroDivisionError("on purpose")
+        return step(self, event, now)
+
+    def fail_encode(message: object) -> bytes:
+        if isinstance(message, Stop):
+            raise ValueError("on purpose")
+        return encode(message)
+
+    with coordinator_thread(tmp_path) as port, Peer(port) as first, Peer(port) as second:
+        settings = Settings(2, 2, lease_s=60.0)
+        for name, peer in (("a", first), ("b", second)):
+            peer.enter("broken", name=name, secret=b"its own").join(name, settings)
+        first.await_kind(Sealed)
+        if broken == "machine":
+            monkeypatch.setattr(machine.Membership, "step", fail_step)
+        else:
+            monkeypatch.setattr(served_run.frames, "encode", fail_encode)
+        first.sock.sendall(encode(protocol.Leaving()))
+        assert first.is_hung_up()
+        assert second.is_hung_up()
+        await_log(caplog, "internal error (please report): run 'broken' failed, its connections are closed")
+        monkeypatch.undo()
+        with Peer(port) as again:
+            again.enter("broken", name="a", secret=b"its own")
+            assert again.welcome.last_round == 1
+
+
+# The watchdog.
+
+BLOCKED = """
+import asyncio, os, pathlib, sys, time
+from holdfast.rendezvous.coordinator import launch, state_file, watchdog
+from holdfast.rendezvous.coordinator.server import Coordinator
+
+async def main():
+    sock = launch.bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    coordinator = Coordinator(sock, state_file.StateFiles(pathlib.Path(sys.argv[1]), "127.0.0.1", port))
+    if sys.argv[2] == "block":
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 60)
+    with watchdog.watching(lambda: min(1.0, coordinator.patience_s)):
+        await coordinator.serve(lambda: print(port, flush=True))
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def watched(home: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", BLOCKED, str(home), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_coordinator_whose_loop_stands_still_kills_itself(tmp_path: Path) -> None:
+    with watched(tmp_path, "block") as process:
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == -9
+        assert "the loop of this coordinator has stood still for 1.5 s: it kills itself; its stacks:\n" in said
+        assert "in main" in said or "in serve" in said or "in run_forever" in said
+
+
+def test_a_coordinator_that_was_frozen_goes_on(tmp_path: Path) -> None:
+    with watched(tmp_path, "serve") as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        process.send_signal(signal.SIGCONT)
+        with Peer(port) as peer:
+            peer.enter().join("a", Settings(1, 1)).await_kind(Sealed)
+            time.sleep(1.5)
+            assert process.poll() is None
+            peer.ask("check", "k")

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import UserError
-from holdfast.rendezvous import options
+from holdfast.rendezvous import settings
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client import handshake, reachability
 from holdfast.rendezvous.client.handshake import TurnedAway
@@ -21,7 +20,9 @@ from holdfast.rendezvous.coordinator import connection
 from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership import keys, protocol
 from holdfast.rendezvous.membership.frames import Malformed, encode
+from holdfast.rendezvous.membership.model import Sealed, Settings, Stop
 from holdfast.rendezvous.membership.protocol import MAJOR
+from holdfast.rendezvous.settings import TlsFiles
 from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.coordinators import (
@@ -67,88 +68,96 @@ def refusal(handler: CoordinatorHandler) -> str:
 
 def only_complaint(server: CoordinatorProcess) -> str:
     """The one thing that the coordinator's side has said about strangers, perhaps again in the next minute."""
-    server.await_line("127.0.0.1:")
-    lines = [line for line in server.log.splitlines() if "127.0.0.1:" in line and "listening" not in line]
-    (said,) = {re.sub(r"127\.0\.0\.1:\d+", "somebody", line) for line in lines}
+
+    def complaints() -> set[str]:
+        lines = [line for line in server.lines("127.0.0.1:") if "listening" not in line]
+        return {re.sub(r"127\.0\.0\.1:\d+", "a client", line) for line in lines}
+
+    (said,) = support.wait_until(complaints, f"a line about a client in\n{server.log}")
     return said
 
 
 # Tokens.
 
 
-@pytest.fixture(scope="module")
-def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("token") / "token"
-    support.write_secret(file, TOKEN + b"\n")
-    return file
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    return support.write_secret(tmp_path / "token", TOKEN + b"\n")
 
 
 @pytest.fixture(scope="module")
-def with_token(tmp_path_factory: pytest.TempPathFactory, token_file: Path) -> Iterator[CoordinatorProcess]:
-    with coordinator(tmp_path_factory.mktemp("home"), "--token-file", str(token_file)) as process:
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture
+def server(
+    request: pytest.FixtureRequest, tmp_path: Path, token_file: str, certificates: Certificates
+) -> Iterator[CoordinatorProcess]:
+    """With a token, or as the parameter says."""
+    tls = ("--tls-cert", certificates.server_pem, "--tls-key", certificates.server_key)
+    options = {
+        "plain": (),
+        "token": ("--token-file", token_file),
+        "tls": tls,
+        "mutual": (*tls, "--tls-ca", certificates.ca_pem),
+    }
+    with coordinator(tmp_path, *options[getattr(request, "param", "token")]) as process:
         yield process
 
 
-@pytest.fixture(scope="module")
-def without_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
-    with coordinator(tmp_path_factory.mktemp("home")) as process:
-        yield process
+def of_kind(kind: str) -> Any:
+    return pytest.mark.parametrize("server", [kind], indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def _new_page(with_token: CoordinatorProcess, without_token: CoordinatorProcess) -> None:
-    with_token.turn_page()
-    without_token.turn_page()
-
-
-def test_the_right_token(with_token: CoordinatorProcess, token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with node(with_token.port, "2", token_file=str(token_file)) as a:
+def test_the_right_token(server: CoordinatorProcess, token_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node(server.port, "2", token_file=token_file) as a:
         monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
-        with node(with_token.port, "2") as b:
+        with node(server.port, "2") as b:
             assert {each.number for each in form(a, b)} == {1}
 
 
-def test_the_wrong_token(with_token: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wrong_token(server: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_TOKEN", "open barley, says the thief")
-    with node(with_token.port) as a:
-        where = f"127.0.0.1:{with_token.port}"
+    with node(server.port) as a:
+        where = f"127.0.0.1:{server.port}"
         assert refusal(a) == f"the coordinator at {where} does not know this agent's token"
-    assert only_complaint(with_token).endswith("is turned away: its token is not the one of this coordinator")
+    assert only_complaint(server).endswith("is turned away: its token is not the one of this coordinator")
 
 
-def test_a_token_on_the_coordinators_side_only(with_token: CoordinatorProcess) -> None:
-    with node(with_token.port) as a:
-        assert refusal(a).endswith("turned this agent away: this coordinator wants a token, and it brings none")
-    assert only_complaint(with_token).endswith("is turned away: this coordinator wants a token, and it brings none")
-
-
-def test_a_token_on_the_agents_side_only(without_token: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
-    words = "it brings a token, but this coordinator was started without one"
-    with node(without_token.port) as a:
-        assert refusal(a).endswith(f"turned this agent away: {words}")
-    assert only_complaint(without_token).endswith(f"is turned away: {words}")
-
-
-@pytest.mark.parametrize("answer", [protocol.Ready(), protocol.Welcome()])
-def test_a_coordinator_that_only_pretends_to_know_the_token(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
-    monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
-    said = encode(protocol.Challenge(MAJOR, bytes(32), True)) + encode(answer)
-    with listener(said) as port, node(port) as a:
-        assert refusal(a) == f"the coordinator at 127.0.0.1:{port} does not know this agent's token"
-
-
-def test_a_coordinator_that_wants_no_token_hears_nothing_of_an_agent_that_has_one(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("server", "token", "words"),
+    [
+        ("token", "", "this coordinator wants a token, and it brings none"),
+        ("plain", TOKEN.decode(), "it brings a token, but this coordinator was started without one"),
+    ],
+    indirect=["server"],
+)
+def test_a_token_on_one_side_only(
+    server: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch, token: str, words: str
 ) -> None:
+    if token:
+        monkeypatch.setenv("HOLDFAST_TOKEN", token)
+    with node(server.port) as a:
+        assert refusal(a).endswith(f"turned this agent away: {words}")
+    assert only_complaint(server).endswith(f"is turned away: {words}")
+
+
+@pytest.mark.parametrize(
+    ("wants_token", "answer"), [(True, protocol.Proved()), (True, protocol.Welcome()), (False, protocol.Welcome())]
+)
+def test_a_coordinator_that_does_not_prove_the_token_hears_nothing(
+    monkeypatch: pytest.MonkeyPatch, wants_token: bool, answer: Any
+) -> None:
+    """Whether it pretends to know the token or wants none."""
     monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
-    said = encode(protocol.Challenge(MAJOR, bytes(32), False)) + encode(protocol.Welcome())
+    said = encode(protocol.Challenge(MAJOR, bytes(32), wants_token)) + encode(answer)
     with listener(said) as port, node(port) as a:
         assert refusal(a) == f"the coordinator at 127.0.0.1:{port} does not know this agent's token"
 
 
-def test_what_was_heard_on_one_connection_opens_no_other(with_token: CoordinatorProcess) -> None:
-    with Peer(with_token.port) as honest, Peer(with_token.port) as thief:
+def test_what_was_heard_on_one_connection_opens_no_other(server: CoordinatorProcess) -> None:
+    with Peer(server.port) as honest, Peer(server.port) as thief:
         honest.sock = recorder = Recorder(honest.sock)
         honest.enter("run", TOKEN)
         thief.await_kind(protocol.Challenge)
@@ -157,27 +166,27 @@ def test_what_was_heard_on_one_connection_opens_no_other(with_token: Coordinator
             thief.is_hung_up()
 
 
-def test_a_token_of_a_run_opens_that_run_only(with_token: CoordinatorProcess) -> None:
-    own = keys.run_token(TOKEN, "run")
-    with Peer(with_token.port) as peer:
-        peer.enter("run", own)
-        assert peer.ask("set", "k", values=(b"v",)).problem == ""
-    with Peer(with_token.port) as peer, pytest.raises(TurnedAway, match="does not know this agent's token"):
-        peer.enter("another run", own)
+def test_a_coordinator_with_the_token_of_one_run_names_it_to_no_other(tmp_path: Path) -> None:
+    """It cannot check what a node of another run knows."""
+    token = keys.run_token(TOKEN, "run")
+    with coordinator_thread(tmp_path, token=token) as port, Peer(port) as own, Peer(port) as other:
+        own.enter("run", token).join("a", Settings(2, 2)).ask("check", "k")
+        with pytest.raises(TurnedAway, match="serves another run; choose another port"):
+            other.enter("another run", TOKEN)
 
 
-def test_a_frame_that_was_changed_or_sent_twice_ends_the_connection(with_token: CoordinatorProcess) -> None:
+def test_a_frame_that_was_changed_or_sent_twice_ends_the_connection(server: CoordinatorProcess) -> None:
     for spoil in (lambda frame: frame[:-1] + b"!", lambda frame: frame + frame):
-        with Peer(with_token.port) as peer:
+        with Peer(server.port) as peer:
             peer.enter("run", TOKEN)
             peer.sock.sendall(spoil(peer._frames.sealed(encode(protocol.Heartbeat(1)))))
             assert peer.is_hung_up()
-    assert only_complaint(with_token).endswith("a frame whose seal is wrong")
+    assert only_complaint(server).endswith("a frame whose seal is wrong")
 
 
-def test_nothing_is_served_before_the_token_is_proved(with_token: CoordinatorProcess) -> None:
+def test_nothing_is_served_before_the_token_is_proved(server: CoordinatorProcess) -> None:
     for request in (protocol.StoreRequest(b"", 1, "set", ("k",), (b"v",)), protocol.Close("ha"), protocol.Heartbeat(1)):
-        with Peer(with_token.port) as peer:
+        with Peer(server.port) as peer:
             peer.await_kind(protocol.Challenge)
             peer.send(request)
             assert peer.receive() is None
@@ -190,7 +199,7 @@ def test_an_agent_starts_a_coordinator_with_its_token(tmp_path: Path, monkeypatc
     with node(port, is_host=None) as a:
         form(a)
         monkeypatch.delenv("HOLDFAST_TOKEN")
-        with node(port, run_id="another") as stranger:
+        with node(port) as stranger:
             assert "wants a token" in refusal(stranger)
         (log,) = tmp_path.glob("holdfast-*/coordinator-*.log")
         words = "is turned away: this coordinator wants a token"
@@ -200,13 +209,13 @@ def test_an_agent_starts_a_coordinator_with_its_token(tmp_path: Path, monkeypatc
 
 
 def test_a_welcome_node_that_is_turned_away_later_keeps_trying(
-    tmp_path: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, token_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another coordinator at the same port, with another token, does not end a node whose workers may run."""
     monkeypatch.setattr(reachability, "_FIRST_WORD_AFTER_S", 0.0)
-    first = CoordinatorProcess(tmp_path, "--token-file", str(token_file), port=support.free_port())
+    first = CoordinatorProcess(tmp_path, "--token-file", token_file, port=support.free_port())
     try:
-        with node(first.port, token_file=str(token_file), on_isolation="continue") as a:
+        with node(first.port, token_file=token_file, on_isolation="continue") as a:
             form(a)
             assert a._client is not None
             client = a._client
@@ -216,7 +225,7 @@ def test_a_welcome_node_that_is_turned_away_later_keeps_trying(
                 support.wait_until(lambda: "turned this agent away" in client.reach.last_problem, "it was turned away")
                 assert a.take() == []
                 second.turn_page()
-            with coordinator(tmp_path, "--token-file", str(token_file), port=first.port):
+            with coordinator(tmp_path, "--token-file", token_file, port=first.port):
                 support.wait_until(lambda: client.reach.since is None, "it is welcome again")
                 assert a.take() == []
     finally:
@@ -226,88 +235,50 @@ def test_a_welcome_node_that_is_turned_away_later_keeps_trying(
 # TLS.
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
-def secure(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[CoordinatorProcess]:
-    options = ("--tls-cert", certificates.server_pem, "--tls-key", certificates.server_key)
-    with coordinator(tmp_path_factory.mktemp("home"), *options) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[CoordinatorProcess]:
-    options = ("--tls-cert", certificates.server_pem, "--tls-key", certificates.server_key)
-    with coordinator(tmp_path_factory.mktemp("home"), *options, "--tls-ca", certificates.ca_pem) as process:
-        yield process
-
-
-def test_a_server_with_a_certificate(secure: CoordinatorProcess, certificates: Certificates) -> None:
-    with (
-        node(secure.port, "2", tls_ca=certificates.ca_pem) as a,
-        node(secure.port, "2", tls_ca=certificates.ca_pem) as b,
-    ):
+@of_kind("tls")
+def test_a_server_with_a_certificate(server: CoordinatorProcess, certificates: Certificates) -> None:
+    by_name = {"endpoint": f"localhost:{server.port}", "tls_ca": certificates.ca_pem}
+    with node(server.port, "2", tls_ca=certificates.ca_pem) as a, node(server.port, "2", **by_name) as b:
         first, second = form(a, b)
         first.found.store.set("large", bytes(900_000))
         assert second.found.store.get("large") == bytes(900_000)
-    with node(secure.port, "1", "by name", endpoint=f"localhost:{secure.port}", tls_ca=certificates.ca_pem) as c:
-        assert form(c)[0].number == 1
 
 
-def test_clients_with_certificates(mutual: CoordinatorProcess, certificates: Certificates) -> None:
+@of_kind("mutual")
+def test_clients_with_certificates(server: CoordinatorProcess, certificates: Certificates) -> None:
     files = {"tls_cert": certificates.client_pem, "tls_key": certificates.client_key, "tls_ca": certificates.ca_pem}
-    with node(mutual.port, "2", **files) as a, node(mutual.port, "2", **files) as b:
+    with node(server.port, "2", **files) as a, node(server.port, "2", **files) as b:
         assert {each.number for each in form(a, b)} == {1}
 
 
-def test_a_certificate_of_the_wrong_authority(secure: CoordinatorProcess, certificates: Certificates) -> None:
-    secure.turn_page()
-    with node(secure.port, tls_ca=certificates.other_pem) as a:
-        assert refusal(a).startswith(f"the certificate of 127.0.0.1:{secure.port} is not accepted: ")
-    assert "does not get a TLS connection: " in only_complaint(secure)
-
-
-def test_a_client_without_a_certificate(mutual: CoordinatorProcess, certificates: Certificates) -> None:
-    mutual.turn_page()
-    with node(mutual.port, tls_ca=certificates.ca_pem) as a:
-        assert "certificate" in refusal(a)
-    assert "does not get a TLS connection: PEER_DID_NOT_RETURN_A_CERTIFICATE" in only_complaint(mutual)
-
-
-def test_a_client_with_a_certificate_of_the_wrong_authority(
-    mutual: CoordinatorProcess, certificates: Certificates
+@pytest.mark.parametrize(
+    ("server", "files", "words", "complaint"),
+    [
+        ("tls", {"tls_ca": "other_pem"}, "the certificate of 127.0.0.1:{port} is not accepted: ", "TLS connection: "),
+        ("mutual", {"tls_ca": "ca_pem"}, "certificate", "TLS connection: PEER_DID_NOT_RETURN_A_CERTIFICATE"),
+        ("mutual", {"tls_ca": "ca_pem", "tls_cert": "stranger_pem", "tls_key": "stranger_key"}, "certificate",
+         "TLS connection: CERTIFICATE_VERIFY_FAILED"),
+        ("plain", {"tls_ca": "ca_pem"}, "no TLS connection to 127.0.0.1:{port}: ",
+         "speaks TLS, this coordinator does not"),
+    ],
+    indirect=["server"],
+    ids=["of another authority", "none", "the agent's of another authority", "TLS on the agent's side only"],
+)  # fmt: skip
+def test_a_certificate_that_is_not_accepted(
+    server: CoordinatorProcess, certificates: Certificates, files: dict[str, str], words: str, complaint: str
 ) -> None:
-    mutual.turn_page()
-    files = {"tls_cert": certificates.stranger_pem, "tls_key": certificates.stranger_key, "tls_ca": certificates.ca_pem}
-    with node(mutual.port, **files) as a:
-        assert "certificate" in refusal(a)
-    assert "does not get a TLS connection: CERTIFICATE_VERIFY_FAILED" in only_complaint(mutual)
+    with node(server.port, **{name: getattr(certificates, file) for name, file in files.items()}) as a:
+        assert words.format(port=server.port) in refusal(a)
+    assert complaint in only_complaint(server)
 
 
-def test_tls_on_the_agents_side_only(without_token: CoordinatorProcess, certificates: Certificates) -> None:
-    with node(without_token.port, tls_ca=certificates.ca_pem) as a:
-        assert refusal(a).startswith(f"no TLS connection to 127.0.0.1:{without_token.port}: ")
-    assert only_complaint(without_token).endswith("speaks TLS, this coordinator does not")
-
-
-def test_tls_on_the_coordinators_side_only(
-    secure: CoordinatorProcess, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    secure.turn_page()
+@of_kind("tls")
+def test_tls_on_the_coordinators_side_only(server: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
     words = "accepts connections but says nothing; is it a coordinator, and without TLS?"
-    with node(secure.port, join_timeout=1) as a, pytest.raises(RendezvousTimeoutError, match=re.escape(words)):
+    with node(server.port, join_timeout=1) as a, pytest.raises(RendezvousTimeoutError, match=re.escape(words)):
         Caller(a.next_rendezvous).result()
-    assert "does not get a TLS connection: it went away" in only_complaint(secure)
-
-
-def test_a_key_that_does_not_belong_to_the_certificate(certificates: Certificates) -> None:
-    expected = pytest.raises(UserError, match=r"the TLS certificate .*client.pem with .*server.key cannot be used: ")
-    with node(1, tls_cert=certificates.client_pem, tls_key=certificates.server_key) as a, expected:
-        a.next_rendezvous()
+    assert "does not get a TLS connection: it went away" in only_complaint(server)
 
 
 def test_renewed_certificates_are_used(tmp_path: Path, certificates: Certificates) -> None:
@@ -330,7 +301,7 @@ def test_renewed_certificates_are_used(tmp_path: Path, certificates: Certificate
             renew(new)
             proxy.cut()
             store.set("after", "")
-        with node(process.port, run_id="old ones", tls_ca=old[2], tls_cert=old[0], tls_key=old[1]) as b:
+        with node(process.port, tls_ca=old[2], tls_cert=old[0], tls_key=old[1]) as b:
             assert "is not accepted" in refusal(b)
 
 
@@ -356,11 +327,28 @@ def test_an_agent_that_cannot_start_one_that_speaks_tls(certificates: Certificat
         )
 
 
-def test_a_stranger_who_is_slow_with_tls(
-    secure: CoordinatorProcess, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_stranger_that_is_slow_with_tls(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(connection, "_HANDSHAKE_TIMEOUT_S", 0.3)
-    tls = options.TlsFiles(certificates.server_pem, certificates.server_key).load(is_server=True)
+    tls = settings.TlsFiles(certificates.server_pem, certificates.server_key).load(is_server=True)
     with coordinator_thread(tmp_path, tls=tls) as port, Peer(port) as peer:
         peer.sock.sendall(b"\x16\x03\x01\x02\x00")  # The beginning of a hello that never goes on.
         assert peer.is_hung_up()
+
+
+def test_a_node_that_is_killed_is_noticed_by_the_end_of_its_connection(
+    tmp_path: Path, certificates: Certificates
+) -> None:
+    """It cannot say the goodbye of TLS. The others hear of it after the drop timeout, not after the lease."""
+    tls = TlsFiles(certificates.server_pem, certificates.server_key).load(is_server=True)
+    settings = Settings(2, 2, lease_s=60.0, drop_timeout_s=0.2)
+    client = TlsFiles(ca=certificates.ca_pem).load()
+    assert client is not None
+    with coordinator_thread(tmp_path, tls=tls) as port, Peer(port) as a, Peer(port) as b:
+        for name, peer in (("a", a), ("b", b)):
+            peer.sock = client.context().wrap_socket(peer.sock, server_hostname="127.0.0.1")
+            peer.enter("run", name=name).join(name, settings)
+        b.await_kind(Sealed)
+        a.close()
+        assert b.await_kind(Stop).reason == "a is lost: its connection closed and it was not back within 0.2 s"

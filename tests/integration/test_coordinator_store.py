@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -22,9 +21,9 @@ from tests.coordinators import Caller, CoordinatorProcess, Proxy, coordinator, f
 SHORT = timedelta(seconds=0.1)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
-    with coordinator(tmp_path_factory.mktemp("home")) as process:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[CoordinatorProcess]:
+    with coordinator(tmp_path) as process:
         yield process
 
 
@@ -36,33 +35,29 @@ def clients(server: CoordinatorProcess) -> Iterator[list[Store]]:
         yield [each.found.store for each in rounds]
 
 
-def test_set_get_and_delete(clients: list[Store]) -> None:
+def test_what_one_client_sets_another_one_gets(clients: list[Store]) -> None:
     a, b, c = clients
     a.set("key", "text")
     assert b.get("key") == b"text"
     b.set("key", b"\x00\xff")
     assert c.get("key") == b"\x00\xff"
-    assert c.delete_key("key") is True
-    assert a.delete_key("key") is False
-    assert not b.check(["key"])
+    assert (c.delete_key("key"), a.delete_key("key"), b.check(["key"])) == (True, False, False)
+    a.multi_set(["x", "y", "z"], ["1", b"2", "3"])
+    assert b.multi_get(["z", "x", "y"]) == [b"3", b"1", b"2"]
+    assert (b.check(["x", "y", "z"]), b.check(["x", "other"]), b.multi_get([])) == (True, False, [])
 
 
-def test_a_get_waits_for_another_client(clients: list[Store]) -> None:
+def test_a_client_waits_for_another_one(clients: list[Store]) -> None:
+    """An answer does not wait for one that takes longer."""
     a, b, c = clients
-    waiting = [Caller(each.get, "late") for each in (a, b)]
-    assert all(each.is_alive() for each in waiting)
-    c.set("late", "here")
-    assert [each.result() for each in waiting] == [b"here", b"here"]
-
-
-def test_wait(clients: list[Store]) -> None:
-    a, b, _ = clients
     a.wait([])
-    waiting = Caller(a.wait, ["x", "y"])
-    b.set("x", "1")
-    assert waiting.is_alive()
-    b.add("y", 1)
-    waiting.result()
+    waiting = [Caller(a.get, "x"), Caller(b.get, "x"), Caller(a.wait, ["x", "y"]), Caller(a.wait, ["x"], timedelta.max)]
+    a.set("at once", "")
+    assert a.get("at once") == b""
+    assert all(each.is_alive() for each in waiting)
+    c.set("x", "here")
+    c.add("y", 1)
+    assert [each.result() for each in waiting] == [b"here", b"here", None, None]
 
 
 def test_timeouts(clients: list[Store]) -> None:
@@ -71,67 +66,41 @@ def test_timeouts(clients: list[Store]) -> None:
         a.wait(["never"], SHORT)
     a.set_timeout(SHORT)
     assert a.timeout == SHORT
-    for call in (lambda: a.get("never"), lambda: a.multi_get(["never", "no"])):
-        with pytest.raises(TimeoutError):
+    for call in (lambda: a.get("never"), lambda: a.multi_get(["never", "no"]), lambda: a.wait(["no"], timedelta(0))):
+        with pytest.raises(StoreTimeoutError):
             call()
-    with pytest.raises(StoreTimeoutError):
-        a.wait(["never"], timedelta(0))
 
 
-def test_time_without_end(clients: list[Store]) -> None:
-    a, b, _ = clients
-    waiting = Caller(a.wait, ["x"], timedelta.max)
-    b.set("x", "")
-    waiting.result()
-
-
-def test_add_counts_every_client(clients: list[Store]) -> None:
+def test_clients_count_and_compete(clients: list[Store]) -> None:
     def count(store: Store) -> None:
         for _ in range(50):
             store.add("sum", 1)
 
-    callers = [Caller(count, store) for store in clients for _ in range(2)]
-    for each in callers:
+    for each in [Caller(count, store) for store in clients for _ in range(2)]:
         each.result()
-    assert clients[0].add("sum", 0) == 300
-    assert clients[1].get("sum") == b"300"
-
-
-def test_compare_set_has_one_winner(clients: list[Store]) -> None:
+    assert (clients[0].add("sum", 0), clients[1].get("sum")) == (300, b"300")
     callers = [Caller(store.compare_set, "leader", "", f"client {rank}") for rank, store in enumerate(clients)]
-    winners = {each.result() for each in callers}
-    assert len(winners) == 1
-    assert winners == {clients[0].get("leader")}
-    assert clients[0].compare_set("leader", "nobody", "me") in winners
+    (winner,) = {each.result() for each in callers}
+    assert winner == clients[0].get("leader") == clients[0].compare_set("leader", "nobody", "me")
     assert clients[0].compare_set("missing", "expected", "me") == b"expected"
 
 
-def test_several_at_once(clients: list[Store]) -> None:
-    a, b, _ = clients
-    a.multi_set(["x", "y", "z"], ["1", b"2", "3"])
-    assert b.multi_get(["z", "x", "y"]) == [b"3", b"1", b"2"]
-    assert b.check(["x", "y", "z"])
-    assert not b.check(["x", "other"])
-    assert b.multi_get([]) == []
+WRONG: list[tuple[Any, type[Exception], str]] = [
+    (lambda store: store.add("word", 1), UserError, "cannot add to 'round/1/word', its value is not a number"),
+    (lambda store: store.add("n", 2**70), UserError, "store: "),
+    (lambda store: store.set("k", bytes(1 << 20)), UserError, "at most 1048576 can be sent"),
+    (lambda store: store.multi_set(["a"], ["1", "2"]), UserError, "multi_set got 1 keys but 2 values"),
+    (lambda store: store.set("k", 5), TypeError, "a store's values are bytes or text, not int"),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda store: store.add("word", 1), UserError, "cannot add to 'round/1/word', its value is not a number"),
-        (lambda store: store.add("n", 2**70), UserError, "store: "),
-        (lambda store: store.set("k", bytes(1 << 20)), UserError, "at most 1048576 can be sent"),
-        (lambda store: store.multi_set(["a"], ["1", "2"]), UserError, "multi_set got 1 keys but 2 values"),
-        (lambda store: store.set("k", 5), TypeError, "a store's values are bytes or text, not int"),
-    ],
-)
-def test_what_cannot_be_stored(clients: list[Store], call: Any, error: type[Exception], words: str) -> None:
+def test_what_cannot_be_stored(clients: list[Store]) -> None:
     a, b, _ = clients
     a.set("word", "seven")
-    with pytest.raises(error, match=words):
-        call(a)
+    for call, error, words in WRONG:
+        with pytest.raises(error, match=words):
+            call(a)
     assert b.get("word") == b"seven"
-    a.set("still", "here")
 
 
 def test_rounds_have_stores_of_their_own(server: CoordinatorProcess) -> None:
@@ -142,35 +111,6 @@ def test_rounds_have_stores_of_their_own(server: CoordinatorProcess) -> None:
         assert second.number == 2
         assert not second.found.store.check(["key"])
         assert first.found.store.get("key") == b"first"
-
-
-# What is built on a store.
-
-
-def test_a_barrier(clients: list[Store]) -> None:
-    arrived = [Caller(stores.barrier, store, 3, "all") for store in clients[:2]]
-    assert all(each.is_alive() for each in arrived)
-    stores.barrier(clients[2], 3, "all")
-    for each in arrived:
-        each.result()
-
-
-def test_a_barrier_names_who_is_missing(clients: list[Store]) -> None:
-    other = Caller(stores.barrier, clients[2], 3, "some", 2, 2, None, 0.2)
-    clients[1].wait(["some/num_members"])  # It has arrived, and the time of rank 0 begins after that.
-    with pytest.raises(StoreTimeoutError, match=r"on rank 0: 2 of 3 had arrived; missing ranks: 1"):
-        stores.barrier(clients[0], 3, "some", 0.3, 0, None, 0.2)
-    with pytest.raises(StoreTimeoutError, match=r"see rank 0 for who is missing"):
-        other.result()
-
-
-def test_synchronize(clients: list[Store]) -> None:
-    callers = [
-        Caller(stores.synchronize, store, f"data of {rank}".encode(), rank, 3, "exchange/")
-        for rank, store in enumerate(clients)
-    ]
-    everybodys = [f"data of {rank}".encode() for rank in range(3)]
-    assert [each.result() for each in callers] == [everybodys] * 3
 
 
 def test_more_keys_and_values_than_fit_into_a_message(clients: list[Store]) -> None:
@@ -189,10 +129,12 @@ def test_more_keys_and_values_than_fit_into_a_message(clients: list[Store]) -> N
 
 
 def test_synchronize_two_hundred_ranks_with_much_data(clients: list[Store]) -> None:
-    """Over three connections; what one rank reads is more than fits into a message."""
+    """Over three connections; what one rank reads is more than fits into a message. Then all meet at a barrier."""
     data = [bytes([rank]) * 6000 for rank in range(200)]
     callers = [Caller(stores.synchronize, clients[rank % 3], data[rank], rank, 200, "much/") for rank in range(200)]
     assert all(each.result() == data for each in callers)
+    for each in [Caller(stores.barrier, store, 3, "all") for store in clients]:
+        each.result()
 
 
 # Connections that break.
@@ -292,13 +234,3 @@ def test_many_threads_share_one_connection(clients: list[Store]) -> None:
 
     callers = [Caller(ask, number) for number in range(8)]
     assert all(each.result() for each in callers)
-
-
-def test_an_answer_does_not_wait_for_one_that_takes_longer(clients: list[Store]) -> None:
-    waiting = Caller(clients[0].get, "late")
-    began = time.monotonic()
-    clients[0].set("at once", "")
-    clients[0].get("at once")
-    assert time.monotonic() - began < 20  # The store's time-out is 60 s; behind a queue this would take as long.
-    clients[1].set("late", "")
-    waiting.result()

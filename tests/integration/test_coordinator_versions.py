@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,9 +21,9 @@ from tests.coordinators import DEADLINE_S, Caller, CoordinatorProcess, Peer, coo
 NEWER: dict[str, Any] = {"colour": "red", "shapes_of_2030": [1, {"deep": None}]}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CoordinatorProcess]:
-    with coordinator(tmp_path_factory.mktemp("home")) as process:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[CoordinatorProcess]:
+    with coordinator(tmp_path) as process:
         yield process
 
 
@@ -96,19 +97,6 @@ def test_an_agent_of_another_minor_takes_part(server: CoordinatorProcess, is_new
         assert peer.await_kind(Sealed).place.node_count == 1
 
 
-def test_agents_that_know_of_scripts_and_agents_that_do_not_share_a_round(server: CoordinatorProcess) -> None:
-    """Minor 2 knows nothing of `script`."""
-    older, newer = (NodeFacts(name, requested_rank=rank, script="5c") for rank, name in enumerate(("older", "newer")))
-    join = as_map(protocol.Join(older, Settings(2, 2)))
-    del join["facts"]["script"]
-    with Peer(server.port) as a, Peer(server.port) as b:
-        a.enter(name="older").sock.sendall(frame(join))
-        b.enter(name="newer").send(protocol.Join(newer, Settings(2, 2)))
-        places = [peer.await_kind(Sealed).place for peer in (a, b)]
-    assert [(place.rank, place.script) for place in places] == [(0, ""), (1, "")]
-    assert not places[1].has_other_script(newer)
-
-
 class FakeCoordinator:
     """Serves one agent, message by message, as maps."""
 
@@ -153,7 +141,7 @@ def test_a_coordinator_of_another_minor_serves_an_agent(is_newer: bool) -> None:
         fake.send(as_it_sends(protocol.Challenge(MAJOR, bytes(32), False, MINOR + 7), "minor"))
         hello = fake.read("Hello")
         assert (hello["version"], hello["minor"]) == (MAJOR, MINOR)
-        fake.send(as_it_sends(protocol.Welcome(), "term", "last_round", "ticket"))
+        fake.send(as_it_sends(protocol.Welcome(), "term", "last_round", "restarts_used"))
         key = NodeFacts(**fake.read("Join")["facts"]).key
         sealed = as_it_sends(Sealed(key, Place(1, 1, 0, 1, (("default", 1),))))
         if not is_newer:

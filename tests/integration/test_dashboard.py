@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent import dashboard as agent_dashboard
-from holdfast.cli.dashboard import server
+from holdfast.cli.dashboard import beside, server
 from holdfast.rendezvous.coordinator import launch
 from tests import dashboards, nodes, support
 from tests.dashboards import Dashboard
@@ -238,7 +237,7 @@ def test_the_page_stops_the_run_only_with_the_token(scene: Scene, token: str) ->
     assert (status, text) == (200, '{"scope":"run"}')
     last = page.until(lambda picture: picture["run"]["is_over"])
     assert last["run"]["sentence"] == "The run has been closed: enough."
-    assert scene.ended() == {"a": 143, "b": 143}
+    assert scene.ended() == {"a": 94, "b": 94}
     assert (reader.wait(), writer.wait()) == (0, 0)
 
 
@@ -253,7 +252,7 @@ def test_by_endpoint_the_coordinator_checks_the_token(scene: Scene, token: str, 
     assert dashboard.request("POST", "/stop", {}, dashboard.own)[0] == 200
     assert page.until(lambda picture: picture["run"]["is_over"])["run"]["state"] == "closed"
     page.next("bye")
-    assert scene.ended() == {"a": 143, "b": 143}
+    assert scene.ended() == {"a": 94, "b": 94}
     assert dashboard.wait() == 0
 
 
@@ -422,9 +421,9 @@ def test_an_agent_that_ends_before_its_dashboard_serves_leaves_none(scene: Scene
 def test_one_that_does_not_start_in_time_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agent_dashboard, "_START_PATIENCE_S", 0.1)
+    monkeypatch.setattr(beside, "_START_PATIENCE_S", 0.1)
     monkeypatch.setattr(launch, "detached", lambda module: ["sh", "-c", "sleep 2 &"])
-    agent_dashboard._start([])
+    beside._start([])
     assert [each.getMessage() for each in caplog.records] == ["no dashboard: it has not started within 0.1 s"]
 
 

@@ -246,9 +246,9 @@ def test_what_is_not_a_coordinator() -> None:
     with web_server() as port:
         assert examine(*at(port), code=1)["coordinator"][1].endswith("is an HTTP server, not a holdfast coordinator")
     with listener() as port:
-        assert examine(*at(port), code=1)["coordinator"][1].endswith("accepts connections and says nothing")
+        assert examine(*at(port), code=1)["coordinator"][1].endswith("accepts connections but says nothing")
     with listener(b"\x1b[2J hostile\r\n" * 10) as port:
-        assert examine(*at(port), code=1)["coordinator"][1].endswith("answers, but is not a holdfast coordinator")
+        assert examine(*at(port), code=1)["coordinator"][1].endswith("answers, but it is not a holdfast coordinator")
         run(*at(port), code=1)
     with listener(hangs_up=True) as port:
         assert examine(*at(port), code=1)["coordinator"][1].endswith("closes the connection at once")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
 import uuid
@@ -12,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.rendezvous.etcd.gateway import EtcdRefused
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import nodes, support
 from tests.guarded_etcd import leader_of
@@ -275,6 +278,46 @@ def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(
         agent.await_line("reached etcd")
     clustered.order("exit 0", round=second[0].round)
     assert clustered.ended() == {"a": 0, "b": 0}
+
+
+@pytest.fixture
+def small() -> Iterator[EtcdServer]:
+    with support.unmarked():
+        server = EtcdServer(options=["--quota-backend-bytes=8388608"])
+        server.start()
+    with server:
+        yield server
+
+
+def fill(server: EtcdServer) -> None:
+    with server.get_client() as client, contextlib.suppress(EtcdRefused):
+        for number in range(100):
+            client.put(b"junk%d" % number, bytes(1 << 20))
+
+
+def test_an_etcd_that_has_no_space_left(small: EtcdServer, tmp_path: Path) -> None:
+    """The next write of the coordinator is refused, for good: it steps down, and every node says once what etcd said.
+    Nodes try to start another one, in no hurry, and the run ends with that reason."""
+    for scene in at([small.get_endpoint()], tmp_path):
+        agents = [scene.start(name, "2", "--max-restarts", "3", outage_timeout=8, **SHORT) for name in "ab"]
+        scene.await_world(2)
+        fill(small)
+        scene.order("exit 3", rank=0, round=1)
+        why = r"etcd refuses what the run must not forget: etcd at \S+: mvcc: database space exceeded"
+        for agent in agents:
+            agent.await_line(f"the coordinator steps down: {why}")
+            agent.await_line(f"no coordinator could go on within 8 s: {why}")
+            assert agent.wait() == 1
+            assert len(re.findall("steps down", agent.log)) == 1
+        assert len(scene.lives()) == 2
+
+
+def test_an_etcd_that_has_no_space_at_the_start(small: EtcdServer, tmp_path: Path) -> None:
+    fill(small)
+    for scene in at([small.get_endpoint()], tmp_path):
+        agent = scene.start("a", "1")
+        agent.await_line(r"error: etcd at \S+: mvcc: database space exceeded")
+        assert agent.wait() == 1
 
 
 def test_an_outage_that_outlasts_the_patience(clustered: Scene, cluster: EtcdCluster) -> None:

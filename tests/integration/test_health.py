@@ -152,7 +152,7 @@ def test_alive_while_joining_running_and_waiting_for_others(gates: Gates, thread
         "restarts": 0,
     }
     gates.open(0)
-    assert_stays_alive(servers[0].port, "waiting")
+    assert_stays_alive(servers[0].port, "finished")
     assert_stays_alive(servers[1].port, "running")
     gates.open(1)
     assert [run.result(support.DEADLINE_S).state for run in runs] == [WorkerState.SUCCEEDED] * 2

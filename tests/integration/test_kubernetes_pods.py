@@ -85,6 +85,15 @@ def test_pods_meet_restart_and_succeed(tmp_path: Path, kind: str, hosts: list[st
     assert "no token" not in log
 
 
+def test_a_run_that_is_stopped_in_a_pod_is_not_started_again(tmp_path: Path) -> None:
+    with pods.cluster(tmp_path, pods.documents_of(manifest(tmp_path))) as cluster:
+        running = cluster.start_all()
+        worker(tmp_path, 1, 1)
+        running[1].execute("holdfast", "stop", f"train-{cluster.job_uid}")
+        codes = [pod.ended() for pod in running]
+        assert (codes, {cluster.action_on(code) for code in codes}) == ([94, 94], {"FailJob"})
+
+
 @pytest.mark.parametrize("index", [1, 0])
 def test_an_evicted_pod_is_replaced_and_the_run_goes_on(tmp_path: Path, index: int) -> None:
     """Also the one at which the nodes meet: its replacement has the same name, another address, and no memory."""

@@ -18,10 +18,12 @@ import pytest
 from holdfast import launcher
 from holdfast.agent import RunResult, WorkerState
 from holdfast.errors import UserError
+from holdfast.hangs.policy import HangPolicy
 from holdfast.launcher import LaunchConfig, elastic_launch, launch_agent
 from holdfast.process import DefaultLogsSpecs, SignalException
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous import registry
+from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.telemetry import events
 from holdfast.testing.etcd_server import EtcdServer
@@ -529,10 +531,18 @@ def test_a_run_without_an_id_gets_one_and_the_config_stays_as_it_was() -> None:
     assert all(id_.isdecimal() for id_ in ids)
 
 
-def test_nothing_is_left_in_the_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert elastic_launch(config(1, logs_specs=None), "true")() == {0: None}
-    assert list(tmp_path.iterdir()) == []
+def test_nothing_is_left_in_the_temporary_directory(
+    tmp_path: Path, mailbox: support.Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by a run without failures nor by one that succeeded after two. One that has failed leaves its errors."""
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    elastic_launch(config(1, logs_specs=None), "true")()
+    elastic_launch(config(2, logs_specs=None, max_restarts=2), entrypoints.live)(str(mailbox), "raise", 2)
+    assert list(temporary.iterdir()) == []
+    with pytest.raises(ChildFailedError) as failed:
+        elastic_launch(config(2, logs_specs=None, max_restarts=1), entrypoints.live)(str(mailbox), "raise")
+    assert os.path.exists(failed.value.failures[1].error_file)
 
 
 def test_the_signals_are_told_to_whoever_reads_the_environment() -> None:
@@ -565,7 +575,7 @@ except Exception:
     ("before", "starts"),
     [
         ("", ["holdfast: rank 0 exited"]),
-        ("logging.basicConfig(format='own %(name)s: %(message)s')", ["own holdfast.agent.agent: rank 0 exited"]),
+        ("logging.basicConfig(format='own %(name)s: %(message)s')", ["own holdfast.agent.loop: rank 0 exited"]),
         ("logging.getLogger('holdfast').addHandler(logging.NullHandler())", []),
     ],
 )
@@ -575,3 +585,15 @@ def test_warnings_say_who_speaks(before: str, starts: list[str], tmp_path: Path)
     with support.python(script, before) as process:
         lines = process.communicate(timeout=100)[1].splitlines()
     assert [line.partition(" with code 1")[0] for line in lines if line.endswith("; restart 1 of 1")] == starts
+
+
+@pytest.mark.parametrize(("hang_policy", "margin_s"), [(None, 35.0), (HangPolicy(hang_timeout_s=600.0), 55.0)])
+def test_the_run_hears_how_long_this_node_may_need_for_a_stop(hang_policy: HangPolicy | None, margin_s: float) -> None:
+    """Beyond the grace of its workers."""
+    place = {"rdzv_backend": "tcp", "rdzv_endpoint": "127.0.0.1:0", "rdzv_configs": {"close_linger": 0.5}}
+    with mock.patch.object(
+        CoordinatorHandler, "introduce", autospec=True, side_effect=CoordinatorHandler.introduce
+    ) as said:
+        elastic_launch(config(1, hang_policy=hang_policy, shutdown_timeout=7, **place), "true")()
+    facts = said.call_args[0][0]._facts
+    assert (facts.grace_s, facts.stop_margin_s) == (7.0, margin_s)

@@ -265,6 +265,19 @@ def test_growing_and_shrinking_is_not_charged(scene: Scene) -> None:
     assert len(logs) == len(scene.lives(node="a")), "every round keeps its logs"
 
 
+def test_newcomers_are_admitted_together(scene: Scene) -> None:
+    """The first of them waits until there is no room for another one."""
+    a = scene.start("a", "1:3", admit_delay=LONG_S)
+    scene.await_world(1)
+    scene.start("b", "1:3", admit_delay=LONG_S).await_line(f"this node is admitted in {LONG_S} s")
+    scene.start("c", "1:3", admit_delay=LONG_S)
+    last = scene.await_world(3)[0].round
+    scene.order("exit 0", round=last)
+    assert scene.ended() == {"a": 0, "b": 0, "c": 0}
+    assert last == 2
+    assert a.log.count("the round is stopped") == 1
+
+
 def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
     a = scene.start("a", "1:2", "--max-restarts", "1", admit="on-restart")
     scene.await_world(1)
@@ -445,6 +458,25 @@ def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@pytest.mark.parametrize("how", ["exit 0", "exit 3"], ids=["succeeded", "failed"])
+def test_a_node_that_comes_back_after_the_end_exits_like_the_run(scene: Scene, how: str) -> None:
+    """It was frozen until its run was over and forgotten. It must not run the whole job again alone."""
+    settings = {"last_call": LONG_S, "lease": SHORT_S, "close_linger": 0.2}
+    agents = {name: scene.start(name, "1:2", **settings) for name in "ab"}
+    first = scene.await_world(2)
+    frozen, other = agents[first[1].node], agents[first[0].node]
+    frozen.send(signal.SIGSTOP)
+    second = scene.await_world(1, after=1)
+    scene.order(how, round=second[0].round)
+    code = other.wait()
+    assert code == int(how[-1] != "0")
+    scene.await_end_of_coordinator()
+    frozen.send(signal.SIGCONT)
+    assert frozen.wait() == code
+    assert not scene.lives(round=second[0].round + 1)
+    assert scene.ended() == {first[1].node: code, first[0].node: code}
+
+
 @pytest.fixture
 def relay(scene: Scene) -> Iterator[Relay]:
     link = Relay(scene.port)
@@ -563,23 +595,6 @@ def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> Non
 
 
 @at_a_coordinator
-def test_two_runs_share_a_coordinator(scene: Scene, tmp_path: Path, mark: str) -> None:
-    with nodes.scene(tmp_path / "other", mark, scene.port) as other:
-        for name in "ab":
-            scene.start(name, "2")
-        scene.await_world(2)
-        other.start("c", "1", "--max-restarts", "1")
-        other.await_world(1)
-        assert scene.coordinator() == other.coordinator()
-        scene.order("exit 3", rank=0)
-        assert [node.wait() for node in scene.nodes] == [1, 1]
-        other.order("exit 3", round=1)
-        other.await_world(1, after=1)
-        other.order("exit 0")
-        assert other.ended() == {"c": 0}
-    assert scene.ended() == {"a": 1, "b": 1}
-
-
 def test_the_same_run_id_again_is_another_run(scene: Scene, tmp_path: Path, mark: str) -> None:
     """Nobody has to wait until the first one is forgotten, however long it would be remembered."""
     scene.order("exit 0")

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,10 +18,19 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.process import DefaultLogsSpecs, LogsDest, PContext, RunProcsResult, Std, start_processes
+from holdfast.process import (
+    DefaultLogsSpecs,
+    LogsDest,
+    MultiprocessContext,
+    PContext,
+    RunProcsResult,
+    Std,
+    SubprocessContext,
+    start_processes,
+)
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.streams import Outlets
-from holdfast.rendezvous.etcd.options import PASSWORD_VARIABLE
+from holdfast.rendezvous.settings import PASSWORD_VARIABLE
 from tests import entrypoints, support
 
 START_METHODS = ("spawn", "fork", "forkserver")
@@ -70,6 +78,13 @@ def starter(tmp_path: Path) -> Iterator[Starter]:
     starter = Starter(tmp_path)
     yield starter
     starter.close()
+
+
+def run_main(tmp_path: Path, source: str, *args: Any, given: str | None = None, **options: Any) -> tuple[int, str, str]:
+    """A program of its own: its exit code and what it wrote."""
+    with support.python(support.write_script(tmp_path / "main.py", source), *args, **options) as process:
+        out, err = process.communicate(given, timeout=support.DEADLINE_S)
+    return process.returncode, out, err
 
 
 # Every kind of entry point, with every way to end.
@@ -155,7 +170,6 @@ def test_every_kind_and_every_end(starter: Starter, kind: str, outcome: str) -> 
     failure = context.failures()[0]
     assert (failure.exitcode, failure.local_rank, failure.pid) == (OUTCOMES[outcome], 0, pids[0])
     assert context.stopped() == {}
-    assert failure.evidence is not None
     if outcome == "raise":
         assert "ValueError: as ordered" in str(failure.message)
         assert 'raise ValueError("as ordered")' in failure.traceback_text()
@@ -194,14 +208,12 @@ print(failure.exitcode, failure.message, failure.evidence.stack, failure.evidenc
 def test_evidence_of_a_forked_function(
     tmp_path: Path, outcome: str, exitcode: str, message: str, stack: str, stderr: str
 ) -> None:
-    with support.python(support.write_script(tmp_path / "main.py", FORK_SCRIPT), outcome) as process:
-        out, err = process.communicate(timeout=support.DEADLINE_S)
-    assert process.returncode == 0, err
+    code, out, err = run_main(tmp_path, FORK_SCRIPT, outcome)
+    assert code == 0, err
     found = out.split("|")
     assert found[0] == exitcode
-    assert message in found[1]
-    assert stack in found[2]
-    assert stderr in found[3]
+    for expected, text in zip((message, stack, stderr), found[1:], strict=True):
+        assert expected in text
 
 
 # Values.
@@ -214,9 +226,10 @@ def test_large_values(starter: Starter, method: str) -> None:
     assert value == entrypoints.large(size)
 
 
-def test_values_of_every_rank(starter: Starter) -> None:
-    result = starter.run(entrypoints.act, "success", ranks=4)
-    assert result.return_values == {rank: f"rank {rank}" for rank in range(4)}
+@pytest.mark.parametrize(("ranks", "method"), [(4, "spawn"), (60, "fork")])
+def test_values_of_every_rank(starter: Starter, ranks: int, method: str) -> None:
+    result = starter.run(entrypoints.act, "success", ranks=ranks, start_method=method)
+    assert result.return_values == {rank: f"rank {rank}" for rank in range(ranks)}
 
 
 def test_no_value(starter: Starter) -> None:
@@ -255,10 +268,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", START_METHODS)
 def test_classes_of_a_main_script(tmp_path: Path, method: str) -> None:
-    path = support.write_script(tmp_path / "main.py", MAIN_SCRIPT)
-    with support.python(path, method) as process:
-        out, err = process.communicate(timeout=support.DEADLINE_S)
-    assert (process.returncode, out) == (0, "well\n"), err
+    assert run_main(tmp_path, MAIN_SCRIPT, method) == (0, "well\n", "")
 
 
 def test_a_value_that_cannot_be_sent_is_the_workers_failure(starter: Starter) -> None:
@@ -268,13 +278,7 @@ def test_a_value_that_cannot_be_sent_is_the_workers_failure(starter: Starter) ->
 
 
 def test_a_value_that_cannot_be_received_is_a_failure(starter: Starter) -> None:
-    context = starter.start(entrypoints.make, "treacherous", ranks=1)
-    result = context.wait(support.DEADLINE_S)
-    assert result is not None
-    context.close()
-    assert list(result.failures) == [0]
-    evidence = result.failures[0].evidence
-    assert evidence is not None
+    evidence = starter.failure(entrypoints.make, "treacherous").evidence
     assert "return value cannot be read back: ArithmeticError: it blew up on arrival" in evidence.note
 
 
@@ -297,33 +301,35 @@ def test_a_function_that_cannot_be_sent(starter: Starter) -> None:
     assert starter.value(holds_a_lock, start_method="fork") is False, "a fork needs nothing to be sent"
 
 
+PLAIN = ("#!/bin/sh\n", False)
+BARE = ("echo hello\n", True)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("name", ["no-such-program-anywhere", "/no/such/program", "./missing"])
+@pytest.mark.parametrize(
+    ("name", "file", "error"),
+    [
+        ("no-such-program-anywhere", None, "No such file or directory"),
+        ("/no/such/program", None, "No such file or directory"),
+        ("./missing", None, "No such file or directory"),
+        ("./plain", PLAIN, "Permission denied"),
+        ("./bare", BARE, "Exec format error"),
+    ],
+)
 @pytest.mark.usefixtures("no_descriptor_leak")
-def test_missing_programs(starter: Starter, name: str, ranks: int) -> None:
-    with pytest.raises(FileNotFoundError) as caught:
+def test_programs_that_cannot_be_started(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch, name: str, file: tuple[str, bool] | None, error: str, ranks: int
+) -> None:
+    monkeypatch.chdir(starter.tmp_path)
+    if file is not None:
+        support.write_script(starter.tmp_path / name, file[0], executable=file[1])
+    with pytest.raises(OSError, match=error) as caught:
         starter.start(name, ranks=ranks)
     assert name in str(caught.value)
 
 
-@pytest.mark.usefixtures("no_descriptor_leak")
-def test_programs_that_are_not_executable(starter: Starter, tmp_path: Path) -> None:
-    path = support.write_script(tmp_path / "plain.sh", "#!/bin/sh\n")
-    with pytest.raises(PermissionError, match=r"plain\.sh"):
-        starter.start(path)
-
-
-def test_programs_without_a_shebang(starter: Starter, tmp_path: Path) -> None:
-    path = support.write_script(tmp_path / "bare", "echo hello\n", executable=True)
-    with pytest.raises(OSError, match="Exec format error") as caught:
-        starter.start(path)
-    assert path in str(caught.value)
-
-
 def test_one_that_cannot_start_ends_those_that_did(starter: Starter, tmp_path: Path, mailbox: support.Mailbox) -> None:
     good = support.write_script(tmp_path / "first", f"#!/bin/sh\necho $$ > {mailbox}\nsleep 600\n", executable=True)
-    (tmp_path / "0").symlink_to(good)
-    (tmp_path / "prog").mkdir()
     envs = {0: {"PATH": str(tmp_path / "a")}, 1: {"PATH": str(tmp_path / "b")}}
     for each in ("a", "b"):
         (tmp_path / each).mkdir()
@@ -511,9 +517,7 @@ HELD_PIPES = """
 def test_a_function_holds_no_pipe_of_holdfast(tmp_path: Path, method: str) -> None:
     """Neither the lease's, which it could read empty, nor those that say whether it, or another one, was started. In a
     process of its own: a fork inherits what the threads of other tests have just opened."""
-    path = support.write_script(tmp_path / "main.py", HELD_PIPES)
-    with support.python(path, method) as process:
-        assert process.communicate(timeout=support.DEADLINE_S) == ("[]\n[]\n", "")
+    assert run_main(tmp_path, HELD_PIPES, method) == (0, "[]\n[]\n", "")
 
 
 STDIN_SCRIPT = """
@@ -525,15 +529,13 @@ context.close()
 
 
 def test_stdin_is_the_agents(tmp_path: Path) -> None:
-    path = support.write_script(tmp_path / "main.py", STDIN_SCRIPT)
-    with support.python(path, stdin=subprocess.PIPE) as process:
-        out, err = process.communicate("from above\n", timeout=support.DEADLINE_S)
-    assert (process.returncode, out, err) == (0, "from above\n", "")
+    ended = run_main(tmp_path, STDIN_SCRIPT, given="from above\n", stdin=subprocess.PIPE)
+    assert ended == (0, "from above\n", "")
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_standard_descriptors_may_be_closed(tmp_path: Path, closed: tuple[int, ...]) -> None:
-    source = textwrap.dedent(f"""
+    source = f"""
         import os
         from tests import entrypoints
         from holdfast.process import DefaultLogsSpecs, start_processes
@@ -543,21 +545,23 @@ def test_standard_descriptors_may_be_closed(tmp_path: Path, closed: tuple[int, .
         result = context.wait(60)
         context.close()
         os._exit(0 if result.return_values == {{0: 5}} else 1)
-    """)
-    path = support.write_script(tmp_path / "main.py", source)
+    """
     root = str(Path(__file__).parent.parent.parent)
-    with support.python(path, env={**os.environ, "PYTHONPATH": root}) as process:
-        process.communicate(timeout=support.DEADLINE_S)
-    assert process.returncode == 0
+    assert run_main(tmp_path, source, env={**os.environ, "PYTHONPATH": root})[0] == 0
 
 
 # Watching and stopping.
 
 
-def test_looking_stops_nothing(starter: Starter, mailbox: support.Mailbox) -> None:
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+def test_looking_stops_nothing(starter: Starter, mailbox: support.Mailbox, gate: Path) -> None:
     """Not even after a failure: whoever asks decides what follows from it."""
-    gate = starter.tmp_path / "gate"
-    os.mkfifo(gate)
     envs = {rank: {"RANK": str(rank), "GATE": str(gate)} for rank in range(2)}
     context = starter.start(entrypoints.one_fails, str(mailbox), 1, ranks=2, envs=envs)
     mailbox.take(2)
@@ -565,12 +569,10 @@ def test_looking_stops_nothing(starter: Starter, mailbox: support.Mailbox) -> No
     assert context.wait(0.01) is None
     assert all(support.alive(pid) for pid in context.pids().values())
     gate.write_text("go")
-    result = context.wait(support.DEADLINE_S)
-    assert result is not None
-    assert list(result.failures) == [1]
-    again = context.wait(0)
-    assert again is not None
-    assert list(again.failures) == [1]
+    for timeout_s in (support.DEADLINE_S, 0):
+        result = context.wait(timeout_s)
+        assert result is not None
+        assert list(result.failures) == [1]
     assert support.alive(context.pids()[0])
     context.close(timeout=60)
     assert not support.alive(context.pids()[0])
@@ -605,8 +607,6 @@ def test_closing_again(starter: Starter, mailbox: support.Mailbox) -> None:
 
 
 def test_contexts_take_their_arguments_in_the_known_order() -> None:
-    from holdfast.process import MultiprocessContext, SubprocessContext
-
     args, envs, logs = {0: (2,)}, {0: {"RANK": "0"}}, DefaultLogsSpecs(NO_LOGS)
     call = MultiprocessContext("t", entrypoints.give, args, envs, "fork", logs, {0: "[x]"})
     program = SubprocessContext("t", "true", args, envs, logs, {0: "[x]"})
@@ -619,8 +619,6 @@ def test_contexts_take_their_arguments_in_the_known_order() -> None:
 
 
 def test_closing_what_never_started() -> None:
-    from holdfast.process import SubprocessContext
-
     context = SubprocessContext("t", "true", {0: ()}, {0: {}}, DefaultLogsSpecs(NO_LOGS))
     context.close()
     assert context.pids() == {}
@@ -636,13 +634,6 @@ def test_closing_with_a_signal(starter: Starter, mailbox: support.Mailbox, numbe
     context.close(number, timeout=60)
     assert mailbox.rest() == ["got"]
     assert context.stopped() == {0: number.name}
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    path = tmp_path / "gate"
-    os.mkfifo(path)
-    return path
 
 
 @pytest.mark.parametrize("method", START_METHODS)
@@ -727,7 +718,7 @@ def test_the_order_of_ends_is_known(starter: Starter) -> None:
         assert support.survivors([context.pids()[rank]]) == []
         support.wait_until(lambda rank=rank: rank in context.wait(0.05).failures, "it was reaped")  # type: ignore[misc]
     failures = context.failures()
-    orders = {rank: failures[rank].order for rank in failures}
+    orders = {rank: failures[rank].failure.order for rank in failures}
     assert sorted(orders, key=lambda rank: orders[rank] or 0) == [3, 1, 2, 0]
 
 
@@ -764,23 +755,15 @@ assert result.return_values == dict.fromkeys(range(300)), result
 
 def test_starting_takes_few_descriptors_beyond_those_that_stay(tmp_path: Path) -> None:
     """Two stay open for each worker; an order has three more, which pile up where nobody waits for the spawner."""
-    with support.python(support.write_script(tmp_path / "main.py", LIMITED_SCRIPT), tmp_path / "logs") as process:
-        _, err = process.communicate(timeout=support.DEADLINE_S)
-    assert (process.returncode, err) == (0, "")
+    assert run_main(tmp_path, LIMITED_SCRIPT, tmp_path / "logs") == (0, "", "")
 
 
 def test_too_many_workers_for_the_limit_are_refused_in_one_line(tmp_path: Path) -> None:
     source = LIMITED_SCRIPT.replace("(720, 720)", "(400, 400)")
     source = source.replace('"true", {rank: ()', '"sleep", {rank: ("600",)')  # All of them at once.
-    with support.python(support.write_script(tmp_path / "main.py", source), tmp_path / "logs") as process:
-        _, err = process.communicate(timeout=support.DEADLINE_S)
-    assert process.returncode == 1
+    code, _, err = run_main(tmp_path, source, tmp_path / "logs")
+    assert code == 1
     assert "Too many open files" in err.splitlines()[-1]
-
-
-def test_many_forked_workers(starter: Starter) -> None:
-    result = starter.run(entrypoints.act, "success", ranks=60, start_method="fork")
-    assert result.return_values == {rank: f"rank {rank}" for rank in range(60)}
 
 
 @pytest.mark.parametrize("method", START_METHODS)
@@ -886,10 +869,12 @@ def test_log_files_that_cannot_be_opened_cost_the_logs_only(
     assert said.endswith("cannot be opened: No such file or directory; the workers run without them")
 
 
-def test_the_last_lines_of_a_redirected_stderr_are_evidence(starter: Starter) -> None:
-    logs = DefaultLogsSpecs(str(starter.tmp_path), redirects=Std.ALL)
+@pytest.mark.parametrize("choice", [{"redirects": Std.ALL}, {"local_ranks_filter": {7}}])
+def test_the_last_lines_of_a_stderr_that_the_console_does_not_show_are_evidence(
+    starter: Starter, choice: dict[str, Any]
+) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), **choice)
     failure = starter.failure("sh", "-c", "echo because >&2; exit 3", logs=logs)
-    assert failure.evidence is not None
     assert failure.evidence.stderr_tail.strip() == "because"
 
 
@@ -971,13 +956,6 @@ def test_ranks_that_are_filtered_out_are_silent(starter: Starter, capfd: pytest.
     context.close()
     assert Path(context.stdouts[0]).read_text() == "out\n"
     assert capfd.readouterr() == ("out\n", "err\n")
-
-
-def test_a_silent_rank_that_fails_still_leaves_its_last_lines(starter: Starter) -> None:
-    logs = DefaultLogsSpecs(str(starter.tmp_path), local_ranks_filter={7})
-    failure = starter.failure("sh", "-c", "echo because >&2; exit 3", logs=logs)
-    assert failure.evidence is not None
-    assert failure.evidence.stderr_tail.strip() == "because"
 
 
 def test_nothing_is_kept_in_dev_null(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def test_a_run_with_a_restart_in_memory(tmp_path: Path) -> None:
         ("run job7", "joining"),
         *first, ("round 1", "stopping"), ("run job7", "round 1"),
         ("run job7", "joining"),
-        *second, ("round 2", "waiting"), ("run job7", "round 2"),
+        *second, ("round 2", "finished"), ("run job7", "round 2"),
         ("", "run job7"),
     ]  # fmt: skip
     rounds = {span["name"]: span for span in found if span["name"].startswith("round ")}
@@ -157,7 +157,7 @@ def test_the_command_sends_spans_to_the_endpoint_in_the_environment(tmp_path: Pa
     with collector() as place:
         said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=place.endpoint)
         assert {span.name for span in place.spans} == {
-            "run job7", "joining", "round 1", "starting", "running", "waiting",
+            "run job7", "joining", "round 1", "starting", "running", "finished",
         }  # fmt: skip
         assert place.service_names == {"holdfast"}
         assert "span" not in said

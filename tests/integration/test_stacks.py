@@ -19,7 +19,7 @@ from holdfast.hangs import stacks
 from holdfast.hangs.compare import Look
 from holdfast.process.spawner import bootstrap, command
 from holdfast.process.workers.group import PContext, start_processes
-from tests.support import halt, wait_until, write_script
+from tests.support import DEADLINE_S, halt, wait_until, write_script
 
 DEADLOCK = """
 import sys, threading
@@ -73,28 +73,25 @@ def main_thread(look: Look) -> list[tuple[str, str]]:
 WHERE = [("inner", "lock.acquire()"), ("outer", "inner()"), ("<module>", "outer()")]
 
 
-def test_a_deadlock(script: str) -> None:
+@pytest.mark.parametrize(
+    ("is_stopped", "native", "state", "how"),
+    [
+        (False, False, "S", "py-spy"),
+        (False, True, "S", "py-spy, with native frames"),
+        (True, True, "T", "py-spy, without pausing it"),
+    ],
+)
+def test_a_deadlock_is_read_also_in_a_stopped_process(
+    script: str, is_stopped: bool, native: bool, state: str, how: str
+) -> None:
     with running(sys.executable, script) as process:
-        look = stacks.look_at(process.pid)
+        if is_stopped:
+            halt(process.pid)
+        look = stacks.look_at(process.pid, native=native, timeout_s=DEADLINE_S)
         assert main_thread(look) == WHERE
-        assert (look.how, look.state, look.trouble) == ("py-spy", "S", "")
+        assert (look.how, look.state, look.trouble) == (how, state, "")
+        assert any(frame.is_native for frame in look.threads[0].frames) == (how == "py-spy, with native frames")
         assert process.poll() is None
-
-
-def test_native_frames_on_top(script: str) -> None:
-    with running(sys.executable, script) as process:
-        look = stacks.look_at(process.pid, native=True, timeout_s=30)
-        assert main_thread(look) == WHERE
-        assert look.how == "py-spy, with native frames"
-        assert any(frame.is_native for frame in look.threads[0].frames)
-
-
-def test_a_stopped_process_is_read_without_pausing(script: str) -> None:
-    with running(sys.executable, script) as process:
-        halt(process.pid)
-        look = stacks.look_at(process.pid, native=True)
-        assert main_thread(look) == WHERE
-        assert (look.state, look.how) == ("T", "py-spy, without pausing it")
 
 
 @contextlib.contextmanager
@@ -219,6 +216,8 @@ def test_a_process_that_is_gone() -> None:
         ("echo '[]'", "py-spy saw no thread"),
         ("echo '[{\"thread_name\": 3}]'", "the output of py-spy cannot be parsed"),
         ("exit 3", "failed without an error message"),
+        ("echo 'Error: no luck' >&2; echo 'Stack backtrace: x' >&2; exit 1", "py-spy: Error: no luck;"),
+        ("exec sleep 60", "py-spy did not finish within"),
     ],
 )
 def test_trouble_with_py_spy_is_told(
@@ -227,7 +226,7 @@ def test_trouble_with_py_spy_is_told(
     path = write_script(tmp_path / "py-spy", f"#!/bin/sh\n{program}\n", executable=True)
     monkeypatch.setattr(stacks, "find_py_spy", lambda: path)
     with running("sh", "-c", "echo there; exec sleep 600") as process:
-        assert complaint in stacks.look_at(process.pid).trouble
+        assert complaint in stacks.look_at(process.pid, timeout_s=0.4 if "60" in program else DEADLINE_S).trouble
 
 
 def test_the_bootstrap_and_we_mean_the_same_signal() -> None:

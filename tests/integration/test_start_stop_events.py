@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from holdfast import loop
-from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState, local
+from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState, local_workers
+from holdfast.failures.records import Failure
 from holdfast.process import DefaultLogsSpecs, start_processes
 from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers import ladder
 from holdfast.process.workers.group import GroupSpec, PContext, SubprocessContext, new_group
-from holdfast.rendezvous.coordination import Push
+from holdfast.rendezvous.coordination import AgentPush
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
-from holdfast.rendezvous.membership.restart_policy import Failure
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.static import StandaloneRendezvous
 from holdfast.signals import SignalException
@@ -311,13 +311,17 @@ class Run(SoloCoordination, StandaloneRendezvous):
     def report_failure(self, round: int, failure: Failure) -> None:
         self.failure = failure
 
-    def push(self, message: Push) -> None:
+    def push(self, message: AgentPush) -> None:
         self._mailbox.put(message)
 
 
 def agent_of(entrypoint: str, *args: str, ranks: int = 2, kind: type[LocalElasticAgent] = LocalElasticAgent) -> Any:
     spec = WorkerSpec("r", ranks, Run(), entrypoint=entrypoint, args=args)
     return kind(spec, DefaultLogsSpecs("/dev/null"), shutdown_timeout=600)
+
+
+def run_of(agent: LocalElasticAgent) -> Any:
+    return agent.get_worker_group().spec.rdzv_handler
 
 
 def await_exec(count: int) -> None:
@@ -329,15 +333,15 @@ LOST = PlaceLost(1, "out of reach")
 
 
 @pytest.mark.parametrize("push", [STOP, LOST, Ended(Outcome(End.SUCCEEDED, "the others have finished"))])
-def test_a_push_is_acted_on_while_workers_start(hanging: str, push: Push) -> None:
+def test_a_push_is_acted_on_while_workers_start(hanging: str, push: AgentPush) -> None:
     agent = agent_of(hanging)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(agent.run)
         await_exec(2)
-        assert agent._publisher.status.phase == "starting"
-        agent._coordination.push(push)
+        assert agent.status.phase == "starting"
+        run_of(agent).push(push)
         assert ended.result(PROMPTLY_S).state is WorkerState.SUCCEEDED
-    assert agent._coordination.joins == (1 if isinstance(push, Ended) else 2)
+    assert run_of(agent).joins == (1 if isinstance(push, Ended) else 2)
 
 
 def test_a_lost_place_ends_the_grace(mailbox: support.Mailbox) -> None:
@@ -345,11 +349,11 @@ def test_a_lost_place_ends_the_grace(mailbox: support.Mailbox) -> None:
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(agent.run)
         assert mailbox.take()[0].startswith("worker ")
-        support.wait_until(lambda: agent._publisher.status.phase == "running", "it runs")
-        agent._coordination.push(STOP)
+        support.wait_until(lambda: agent.status.phase == "running", "it runs")
+        run_of(agent).push(STOP)
         assert mailbox.take()[0].startswith("worker-SIGTERM ")
-        assert agent._publisher.status.phase == "stopping"
-        agent._coordination.push(LOST)
+        assert agent.status.phase == "stopping"
+        run_of(agent).push(LOST)
         assert ended.result(PROMPTLY_S).state is WorkerState.SUCCEEDED
 
 
@@ -360,30 +364,32 @@ def test_a_worker_that_fails_counts_while_another_one_cannot_be_started(
         return "exec", (hanging,) if rank else ("false",)
 
     monkeypatch.setattr(SubprocessContext, "_describe", describe)
-    monkeypatch.setattr(local, "_START_PATIENCE_S", 1.0)
+    monkeypatch.setattr(local_workers, "START_PATIENCE_S", 1.0)
     agent = agent_of("false")
     assert agent.run().state is WorkerState.SUCCEEDED, "the others have gone on"
-    assert (agent._coordination.failure.rank, agent._coordination.failure.exitcode) == (0, 1)
-
-
-class WithStoppedSpawner(LocalElasticAgent):
-    def _spawner(self) -> SpawnerLink | None:
-        link = super()._spawner()
-        assert link is not None
-        self.spawner_pid = link._pid
-        support.halt(link._pid)
-        return link
+    assert (
+        run_of(agent).failure.rank,
+        run_of(agent).failure.exitcode,
+    ) == (0, 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_an_agent_whose_spawner_is_stopped(number: signal.Signals, short_answer: float) -> None:
+def test_a_signal_ends_an_agent_whose_spawner_is_stopped(
+    number: signal.Signals, short_answer: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loop turns, so it is alive; nothing but a signal could help it."""
-    agent = agent_of("sleep", "600", kind=WithStoppedSpawner)
+    links: list[SpawnerLink] = []
+
+    def launch() -> SpawnerLink:
+        links.append(SpawnerLink.launch())
+        support.halt(links[0]._pid)
+        return links[0]
+
+    monkeypatch.setattr(local_workers, "launch_or_take_early", launch)
+    agent = agent_of("sleep", "600")
 
     def interrupt() -> None:
-        support.wait_until(
-            lambda: agent._publisher.status.phase == "starting" and agent._busy_time.busy_for_s() == 0, "it"
-        )
+        support.wait_until(lambda: agent.status.phase == "starting", "it waits for the spawner")
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
@@ -394,7 +400,36 @@ def test_a_signal_ends_an_agent_whose_spawner_is_stopped(number: signal.Signals,
     thread.join()
     assert received.value.sigval is number
     assert time.monotonic() - began < short_answer + PROMPTLY_S
-    assert not support.alive(agent.spawner_pid)
+    assert not support.alive(links[0]._pid)
+
+
+@pytest.mark.parametrize("preload", [(), ("slow",)])
+def test_a_spawner_that_is_killed_while_workers_start_is_a_failure_of_the_round(
+    hanging: str, preload: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While 16 programs are being executed; while a template imports. The restart that is left is used."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program, args = (sys.executable, ("-c", "pass")) if preload else (hanging, ())
+    spec = WorkerSpec("r", 16, StandaloneRendezvous("x"), entrypoint=program, args=args, max_restarts=1)
+    group = GroupSpec("r", program, DefaultLogsSpecs("/dev/null"), preload=preload)
+    agent = LocalElasticAgent(spec, group.logs_specs, group=group)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(agent.run)
+        for _ in range(2):
+            pids = support.wait_until(lambda: [*filter(is_starting, support.tree(os.getpid()))], "workers are started")
+            spawner = support.spawner_of(pids[0])
+            os.kill(spawner, signal.SIGKILL)
+            assert support.survivors([spawner], PROMPTLY_S) == []
+        result = ended.result(PROMPTLY_S)
+    assert result.state is WorkerState.FAILED
+    assert agent.status.restarts_used == 1
+    assert {each.evidence.refusal for each in result.failures.values()} == {"the spawner was killed by SIGKILL"}
+    assert sorted(result.failures) == list(range(16))
+
+
+def is_starting(pid: int) -> bool:
+    return is_in_exec(pid) or support.is_template(pid)
 
 
 class WithOwnHooks(LocalElasticAgent):

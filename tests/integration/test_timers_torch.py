@@ -57,7 +57,7 @@ def test_torchs_client_arms_and_trips_our_server(tmp_path: Path) -> None:
     script = write_script(tmp_path / "worker.py", TORCH_WORKER)
     path = str(tmp_path / "timers")
     events: queue.Queue[tuple[str, FileTimerRequest | None]] = queue.Queue()
-    server = FileTimerServer(path, "run", log_event=lambda *event: events.put(event), dump_stacks=lambda pid: "")
+    server = FileTimerServer(path, "run", log_event=lambda *event: events.put(event))
     server.start()
     with python(script, path, "hang") as hung, python(script, path, "finish") as quick:
         assert quick.wait(TORCH_DEADLINE_S) == 0

@@ -74,16 +74,9 @@ class Spawner:
     def template(self) -> int:
         """The pid of the template."""
         pids = support.wait_until(
-            lambda: [pid for pid in support.tree(self.link._pid) if is_template(pid)], "there is a template"
+            lambda: [pid for pid in support.tree(self.link._pid) if support.is_template(pid)], "there is a template"
         )
         return pids[0]
-
-
-def is_template(pid: int) -> bool:
-    try:
-        return b".template\0" in Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -239,7 +232,8 @@ def test_a_warm_worker_leaves_the_evidence_of_a_cold_one(spawner: Spawner, tmp_p
 
 
 def test_functions_are_forked_from_the_template(spawner: Spawner) -> None:
-    context = spawner.group(preload=("decimal",), entrypoint=entrypoints.modules, ranks=2)
+    """As many as are ordered at once, which takes over a hundred descriptors."""
+    context = spawner.group(preload=("decimal",), entrypoint=entrypoints.modules, ranks=16)
     spawner.warm_up()
     context.start()
     result = context.wait(support.DEADLINE_S)
@@ -320,11 +314,20 @@ def test_a_module_that_cannot_be_preloaded(
     support.wait_until(lambda: support.tree(spawner.link._pid) == [], "nothing of the module is left")
 
 
-def test_a_module_that_takes_too_long(spawner: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "bad.py").write_text("import time\ntime.sleep(600)\n")
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import time\ntime.sleep(600)\n", "bad takes longer than 0.5 s to import"),
+        ("import os\nos.kill(os.getpid(), 19)\n", "the process that imports bad was stopped by a signal"),
+    ],
+)
+def test_a_module_that_takes_too_long(
+    spawner: Spawner, source: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "bad.py").write_text(source)
     script = support.write_script(tmp_path / "job.py", "print('well')\n")
     assert spawner.run(script, preload=("bad",), preload_timeout_s=0.5) == [(0, "well\n", "")]
-    assert "bad takes longer than 0.5 s to import" in reasons(caplog)[0]
+    assert expected in reasons(caplog)[0]
 
 
 def test_what_a_module_prints_is_printed_once(
@@ -387,6 +390,30 @@ def test_a_template_that_is_killed_with_orders_leaves_cold_workers(spawner: Spaw
     assert result is not None
     assert result.failures == {}
     assert [Path(context.stdouts[rank]).read_text() for rank in range(2)] == ["False\n"] * 2
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_template_that_does_not_answer_is_replaced(
+    spawner: Spawner, is_asked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When it is asked whether it is still good, and when it is to fork: then the workers start cold meanwhile."""
+    caplog.set_level(logging.INFO)
+    script = support.write_script(tmp_path / "job.py", "import sys\nprint('decimal' in sys.modules)\n")
+    context = spawner.group(script, preload=("decimal",), ranks=2)
+    spawner.warm_up(script)
+    spawner.wait_until_warm()
+    halted = spawner.template()
+    support.halt(halted)
+    if is_asked:
+        spawner.warm_up(script)
+    context.start()
+    assert context.wait(support.DEADLINE_S) is not None
+    context.close()
+    assert {Path(context.stdouts[rank]).read_text() for rank in range(2)} == {f"{is_asked}\n"}
+    expected = f"decimal will be preloaded again: the template (process {halted}) did not answer within 5 s"
+    assert expected in caplog.messages
+    assert not support.alive(halted)
+    assert spawner.run(script, preload=("decimal",))[0][1] == "True\n"
 
 
 def test_a_template_that_is_stopped_does_not_hold_up_a_stop(spawner: Spawner, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent import watchdog
 from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process.errors import ChildFailedError
@@ -25,6 +24,12 @@ def overrun(once: bool) -> str:
         with expires(after=0.2, scope="step", client=client):
             time.sleep(600)
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def timer_file() -> str | None:
+    import os
+
+    return os.environ.get("TORCHELASTIC_TIMER_FILE")
 
 
 def config(tmp_path: Path, max_restarts: int) -> LaunchConfig:
@@ -105,16 +110,16 @@ def test_without_any_place_for_a_pipe_workers_run_without_a_watchdog(
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "missing"))
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
     monkeypatch.setenv(TORCHELASTIC_TIMER_FILE, str(tmp_path))
-    assert watchdog.start("run", lambda name, request: None) == (None, None)
-    assert caplog.messages[-1].endswith("; workers run without a watchdog")
+    assert elastic_launch(config(tmp_path, 0), int)() == {0: 0, 1: 0}
+    assert len([line for line in caplog.messages if line.endswith("; workers run without a watchdog")]) == 1
 
 
 @pytest.mark.parametrize(("wish", "is_said"), [("", False), ("0", False), ("true", True)])
 def test_a_wish_that_is_not_understood_is_said(
-    wish: str, is_said: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wish: str, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, wish)
     monkeypatch.delenv(TORCHELASTIC_TIMER_FILE, raising=False)
-    assert watchdog.start("run", lambda name, request: None) == (None, None)
-    said = ["TORCHELASTIC_ENABLE_FILE_TIMER=true is not 1, so there is no watchdog"]
-    assert caplog.messages == (said if is_said else [])
+    assert elastic_launch(config(tmp_path, 0), timer_file)() == {0: None, 1: None}
+    said = "TORCHELASTIC_ENABLE_FILE_TIMER=true is not 1, so there is no watchdog"
+    assert (said in caplog.messages) == is_said

@@ -9,11 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.rendezvous.endpoints import (
-    parse_rendezvous_config,
-    parse_rendezvous_endpoint,
-    try_parse_port,
-)
+from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint, try_parse_port
+from holdfast.rendezvous.settings import parse_rendezvous_config
 
 PORTS = st.integers(0, 65535)
 LABELS = st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_size=20)

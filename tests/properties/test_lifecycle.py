@@ -11,17 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdfast.agent.lifecycle import (
     TRANSITIONS,
+    AgentPhase,
     EndRun,
     InvalidTransition,
-    Join,
+    JoinRound,
     Lifecycle,
-    Phase,
+    PeersTimedOut,
     ReportFailure,
     ReportSuccess,
     RunRequested,
     StartWorkers,
     StopWorkers,
-    TimePassed,
     WorkersFailed,
     WorkersStarted,
     WorkersStopped,
@@ -47,7 +47,7 @@ def ended(end: End) -> Ended:
 
 
 IN_A_ROUND: list[Any] = [
-    sealed, WorkersStarted, WorkersSucceeded, WorkersFailed, WorkersStopped, stopped, lost, TimePassed,
+    sealed, WorkersStarted, WorkersSucceeded, WorkersFailed, WorkersStopped, stopped, lost, PeersTimedOut,
 ]  # fmt: skip
 PEERS_TIMEOUT_S = 10.0
 AGES = st.integers(1, 5)
@@ -83,15 +83,16 @@ class AgentLife(RuleBasedStateMachine):
     def take(self, event: Any) -> None:
         self.now += 1.0
         was, round = self.machine.phase, self.machine.round
-        commands = self.machine.step(event, self.now)
+        step = self.machine.step(event, self.now)
+        assert step is not None
         assert self.machine.phase in TRANSITIONS[was, type(event)]
         assert self.machine.round >= round, "rounds only rise"
-        for command in commands:
+        for command in step.commands:
             self.carry_out(command)
 
     def carry_out(self, command: Any) -> None:
         match command:
-            case Join():
+            case JoinRound():
                 assert self.workers is None, "a node that joins has no workers"
                 self.is_joining = True
             case StartWorkers(round):
@@ -149,7 +150,7 @@ class AgentLife(RuleBasedStateMachine):
     @rule(kind=st.sampled_from([stopped, lost]))
     def pushed(self, kind: Any) -> None:
         self.take(kind(self.machine.round))
-        assert self.machine.phase in (Phase.STOPPING, Phase.JOINING)
+        assert self.machine.phase in (AgentPhase.STOPPING, AgentPhase.JOINING)
 
     @when(told=None, is_over=False)
     @rule(end=ENDS)
@@ -162,21 +163,21 @@ class AgentLife(RuleBasedStateMachine):
     def after_the_end(self, kind: Any, ahead: int, end: End) -> None:
         before = snapshot(self.machine)
         for event in (kind(self.machine.round + ahead), ended(end), RunRequested()):
-            assert self.machine.step(event, self.now) == []
+            assert self.machine.step(event, self.now) is None
         assert snapshot(self.machine) == before
 
     @precondition(lambda self: self.machine.next_deadline() is not None)
     @rule()
     def waited_long_enough(self) -> None:
         self.now += PEERS_TIMEOUT_S
-        self.take(TimePassed(self.machine.round))
+        self.take(PeersTimedOut(self.machine.round))
         assert self.machine.end is End.SUCCEEDED
 
     @precondition(lambda self: self.machine.round > 0)
     @rule(kind=st.sampled_from(IN_A_ROUND), age=AGES)
     def old_news(self, kind: Any, age: int) -> None:
         before = snapshot(self.machine)
-        assert self.machine.step(kind(self.machine.round - age), self.now) == []
+        assert self.machine.step(kind(self.machine.round - age), self.now) is None
         assert snapshot(self.machine) == before
 
     @when(is_over=False)
@@ -194,13 +195,13 @@ class AgentLife(RuleBasedStateMachine):
     def keeps_its_promises(self) -> None:
         machine = self.machine
         machine.check()
-        assert (machine.phase is Phase.ENDED) == self.is_over, "ended stays ended, and is said once"
-        assert self.is_joining <= (machine.phase is Phase.JOINING)
-        if machine.phase is Phase.ENDED and self.unkillable:
+        assert (machine.phase is AgentPhase.ENDED) == self.is_over, "ended stays ended, and is said once"
+        assert self.is_joining <= (machine.phase is AgentPhase.JOINING)
+        if machine.phase is AgentPhase.ENDED and self.unkillable:
             assert machine.end is End.FAILED
-        elif machine.phase is Phase.ENDED and self.told:
+        elif machine.phase is AgentPhase.ENDED and self.told:
             assert machine.end is self.told
-        if machine.phase in (Phase.STARTING, Phase.RUNNING):
+        if machine.phase in (AgentPhase.STARTING, AgentPhase.RUNNING):
             assert self.told is None, "nothing runs after the end"
 
 

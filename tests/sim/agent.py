@@ -16,11 +16,11 @@ from typing import Any, Protocol, assert_never
 
 from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import Lifecycle
+from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership import model, node, node_lease, protocol
 from holdfast.rendezvous.membership.model import NodeFacts, Outcome, Place, Settings
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import LeaseSettings, NodeLease
-from holdfast.rendezvous.membership.restart_policy import Failure
 from tests.sim.engine import Alarm, Violation
 from tests.sim.host import Group, Host
 from tests.sim.network import Address, AnyWorld, Link
@@ -32,12 +32,18 @@ class Locator(Protocol):
     def locate(self, agent: Agent) -> None:
         """Find out where the coordinator is."""
 
+    def resigned(self, agent: Agent) -> None:
+        """The coordinator steps down because etcd refuses its writes."""
+
 
 class Fixed:
     def __init__(self, address: Address) -> None:
         self.address = address
 
     def locate(self, agent: Agent) -> None:
+        pass
+
+    def resigned(self, agent: Agent) -> None:
         pass
 
 
@@ -113,6 +119,10 @@ class Agent:
 
     # The connection.
 
+    @property
+    def introduction(self) -> protocol.Introduction:
+        return protocol.Introduction(self.name, self.name.encode(), self.participant.term)
+
     def tell(self, event: node.Event) -> None:
         if not self.is_alive:
             return
@@ -151,9 +161,11 @@ class Agent:
             if self.dialled is link:
                 self.dial = self.dialled = None
                 self.link = link
-                self.tell(node.Welcomed(message.term, message.last_round))
+                self.tell(node.Welcomed(message.term, message.last_round, message.restarts_used))
         elif self.link is link:
-            self.tell(node.Received(message))
+            if isinstance(message, model.Resigned) and message.refusal:
+                self.locator.resigned(self)
+            self.tell(node.Pushed(message))
 
     def connect(self) -> None:
         """As soon as there is an address."""
@@ -255,22 +267,23 @@ class Agent:
         group = self.group
         if self._pending:
             return self._pending.popleft()
-        if self.machine.phase is lifecycle.Phase.RUNNING and group is not None and not group.is_alive:
+        if self.machine.phase is lifecycle.AgentPhase.RUNNING and group is not None and not group.is_alive:
             kind = lifecycle.WorkersSucceeded if group.has_succeeded else lifecycle.WorkersFailed
             return kind(group.round)
         return self._mailbox.popleft() if self._mailbox else None
 
     def _loop_ring(self) -> None:
-        self._post(lifecycle.TimePassed(self.machine.round))
+        self._post(lifecycle.PeersTimedOut(self.machine.round))
 
     def _decide(self, event: lifecycle.Event) -> None:
         before = self.machine.phase
         try:
-            commands = self.machine.step(event, self.host.local_now)
+            step = self.machine.step(event, self.host.local_now)
             self.machine.check()
         except Exception as error:
             raise Violation("machines_never_raise", f"{self.name}: {type(error).__name__}: {error}") from error
-        self.engine.note(self.name, f"{before.value}:", event, tuple(commands))
+        commands = step.commands if step is not None else ()
+        self.engine.note(self.name, f"{before.value}:", event, commands)
         if isinstance(event, model.Ended):
             self.checks.end_taken_in(self)
         for command in commands:
@@ -278,7 +291,7 @@ class Agent:
 
     def _act(self, command: lifecycle.Command) -> None:
         match command:
-            case lifecycle.Join():
+            case lifecycle.JoinRound():
                 self._port += 1
                 advance = self.group.plan.advance if self.group is not None else None
                 self.tell(node.JoinRequested(self._port, advance=advance))

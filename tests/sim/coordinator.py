@@ -1,38 +1,21 @@
-"""The coordinator's shell: messages go into `Membership`, and what it wants done becomes messages.
+"""A coordinator process of the fake world: the production pump and machine over the fake network, clock and disk.
 
-What a production shell must get right is here too. A newer connection of the same node replaces the older one, whose
-late words are dropped. A node that is expelled or refused is told so, and its connection is closed. What is to be
-remembered is written down before anything that follows from it is told; heartbeats are answered all the same.
+What is fake is the process (it may crash, freeze, vanish with its host), the way to its nodes, and where it writes its
+memory. It contains no rule of the run.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import Any, assert_never
+from typing import Any
 
-from holdfast.frozen import frozen
+from holdfast.rendezvous.coordinator.pump import Pump
 from holdfast.rendezvous.membership import model, protocol
-from holdfast.rendezvous.membership.model import Memory, NodeFacts, World
-from holdfast.rendezvous.membership.protocol import Command, Expel, ForgetRun, From, Remember, Tell
-from holdfast.rendezvous.membership.run import Membership, Phase
+from holdfast.rendezvous.membership.model import Memory, World
+from holdfast.rendezvous.membership.phases import Membership, Phase
+from holdfast.rendezvous.membership.run import Closed, Opened, Ready, Received, Run, RunEvent
 from tests.sim.engine import Alarm, Clock, Violation
 from tests.sim.network import Address, AnyWorld, Link
-
-
-@frozen
-class RaiseTerm:
-    """A node has heard of this term: the coordinator's own must be higher before it goes on."""
-
-    heard: int
-
-
-@frozen
-class Greet:
-    link: Link
-
-
-Item = Command | World | RaiseTerm | Greet
 
 
 class Disk:
@@ -43,7 +26,7 @@ class Disk:
 
 
 class Coordinator:
-    """One coordinator process, with its memory on a disk."""
+    """One coordinator process, with its memory on a disk. It is the pump's transport and its storage."""
 
     def __init__(self, world: AnyWorld, clock: Clock, address: Address) -> None:
         self.engine, self.network, self.checks = world.engine, world.network, world.checks
@@ -53,14 +36,19 @@ class Coordinator:
         self.is_up = True
         self.is_frozen = False
         self.does_hang_up = True
-        """Whether the connection of a node that was expelled or refused is closed at once, or left to its agent."""
-        self.machine: Membership | None = None
+        """Whether a connection that the machine closes is closed at once, or the close is lost on its way."""
         self.last_memory: Memory | None = None
-        self._outbox: deque[Item] = deque()  # What is to be told, in order.
-        self._links: dict[str, Link] = {}
-        self._newest: dict[str, int] = {}
+        self._pump: Pump | None = None
+        self._links: dict[int, Link] = {}
+        self._world: World | None = None
+        self._worlds: dict[tuple[int, int], World] = {}  # Sealed, and not told to any node yet.
+        self._spoke: tuple[object, str | None] = (None, None)  # The last event on a connection, and which node spoke.
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._alarm = Alarm(self.engine, clock, self._ring)
+
+    @property
+    def machine(self) -> Membership | None:
+        return self._pump.run.membership if self._pump is not None else None
 
     # Life and death.
 
@@ -72,9 +60,14 @@ class Coordinator:
 
     def _open(self, memory: Memory | None, **how: Any) -> None:
         self.last_memory = memory
-        self.machine = Membership(self.local_now, memory, **how)
+        self._begin(memory, **how)
         self.address.listener = self
         self.checks.coordinator_started(memory)
+
+    def _begin(self, memory: Memory | None, **how: Any) -> None:
+        run = Run(self.local_now, memory, **how)
+        soon = lambda call: self.engine.after(0.0, self.hear, call)  # noqa: E731
+        self._pump = Pump(run, self, self, lambda: self.local_now, self._alarm.set, soon, self._observe)
 
     def crash(self) -> None:
         self.engine.note(self.name, "crashes")
@@ -95,8 +88,9 @@ class Coordinator:
         self.is_up = self.is_frozen = False
         if self.address.listener is self:
             self.address.listener = None
-        self.machine = None
-        self._outbox.clear()
+        if self._pump is not None:
+            self._pump.close()
+        self._pump = None
         self._backlog.clear()
         self._alarm.set(None)
 
@@ -125,157 +119,143 @@ class Coordinator:
             call(*arguments)
 
     def _ring(self) -> None:
-        self.hear(self._step, protocol.TimePassed())
+        self.hear(self._feed, protocol.TimePassed())
 
     @property
     def local_now(self) -> float:
         return self.clock.local(self.engine.now)
 
-    # What nodes say.
+    # What happens on connections.
 
-    def greet(self, link: Link, term: int) -> None:
-        machine = self._machine()
-        if machine.raise_term(term):
-            self._outbox.append(RaiseTerm(term))
-        self._outbox.append(Greet(link))
-        self._flush()
+    def greet(self, link: Link, introduction: protocol.Introduction) -> None:
+        self._links[link.number] = link
+        self._feed(Opened(link.number, introduction))
 
     def receive(self, link: Link, message: protocol.FromNode) -> None:
         if self.engine.random.random() < 0.02:
-            self._step(protocol.TimePassed())  # A timer may be too early; it will look again.
-        if link.is_dismissed:
-            return
-        if isinstance(message, protocol.Heartbeat):
-            if link.key:
-                self._step(From(link.key, message))
-            self._send(link, protocol.HeartbeatAnswer(message.number))
-            return
-        if isinstance(message, (protocol.Join, protocol.Return)) and not self._bind(link, message.facts):
-            return
-        if self.counts:
-            self.checks.message_received(link.key, message)
-        if link.key or isinstance(message, protocol.Close):
-            self._step(From(link.key, message))
+            self._feed(protocol.TimePassed())  # A timer may be too early; it will look again.
+        self._feed(Received(link.number, message))
 
-    def _bind(self, link: Link, facts: NodeFacts) -> bool:
-        """False for what a node had said before it spoke on a newer connection."""
-        key = facts.key
-        if link.number < self._newest.get(facts.node_id, 0):
-            self._hang_up(link)
-            return False
-        self._newest[facts.node_id] = link.number
-        older = self._links.get(key)
-        if older is not None and older is not link:
-            self._hang_up(older)
-        if link.key and link.key != key:
-            self._links.pop(link.key, None)
-        link.key = key
-        self._links[key] = link
+    def closed(self, link: Link) -> None:
+        self._feed(Closed(link.number, by_peer=True))
+        self._links.pop(link.number, None)
+
+    def cut_off(self, link: Link) -> None:
+        """The coordinator closes a healthy connection (it got junk, say), and the close is lost on its way."""
+        link.coordinator_open = False
+        self._feed(Closed(link.number, by_peer=False))
+        self._links.pop(link.number, None)
+
+    def hears(self, key: str) -> bool:
+        return self._pump is not None and self._pump.run.conn_of(key.rpartition("/")[0]) is not None
+
+    def _feed(self, event: RunEvent) -> None:
+        if self._pump is None:  # The run was forgotten. A node that asks again is answered from the disk.
+            self._begin(self.last_memory)
+        assert self._pump is not None
+        if isinstance(event, Received | Closed):
+            self._spoke = (event, self._pump.run.speaker(event.conn))
+        self._pump.feed(event)
+
+    # What the rules and the record are told, after a step and before anything is done.
+
+    def _observe(self, event: RunEvent, ready: Ready) -> None:
+        assert self._pump is not None
+        run = self._pump.run
+        run.check()
+        said = self._in_words_of_nodes(event)
+        if said is not None:
+            self.engine.note(self.name, said, tuple(run.decided))
+            is_ignored = isinstance(event, Received) and (event.conn, "") in ready.close
+            if self.counts and not is_ignored:
+                self._tell_rules(said)
+        self.checks.stepped(run.membership.phase is Phase.STOPPING)
+        for command in run.decided:
+            if isinstance(command, protocol.Expel) and self.counts:
+                self.checks.expelled(command.key)
+        if ready.persist is not None:
+            self.checks.decided(ready.persist)
+        world, before, self._world = run.membership.world, self._world, run.membership.world
+        if world is not None and world is not before and not world.missing:
+            self._worlds[world.order] = world
+
+    def _in_words_of_nodes(self, event: RunEvent) -> protocol.Event | None:
+        """With the key of the node that spoke in the place of a connection."""
+        key = self._spoke[1] if event is self._spoke[0] else None
+        match event:
+            case Received(_, protocol.Join(facts) | protocol.Return(facts) as message):
+                return protocol.From(facts.key, message)
+            case Received(_, message) if key is not None:
+                return protocol.From(key, message)
+            case Closed(_, by_peer) if key is not None:
+                return protocol.ConnectionClosed(key, by_peer)
+            case model.CloseRequested() | protocol.TimePassed():
+                return event
+        return None
+
+    def _tell_rules(self, said: protocol.Event) -> None:
+        match said:
+            case protocol.From(key, message) if not isinstance(message, protocol.Heartbeat):
+                self.checks.message_received(key, message)
+            case protocol.ConnectionClosed(key):
+                self.checks.connection_closed(key)
+
+    def fail(self, error: Exception) -> None:
+        if isinstance(error, Violation):
+            raise error
+        raise Violation("machines_never_raise", f"coordinator: {type(error).__name__}: {error}") from error
+
+    # The pump's storage.
+
+    def may_serve(self) -> bool:
         return True
+
+    def raise_term(self, heard: int, then: Callable[[int], None]) -> None:
+        then(heard + 1)
+
+    def write(self, memory: Memory, then: Callable[[], None]) -> None:
+        self.disk.memory = self.last_memory = memory
+        self.checks.remembered(memory)
+        then()
+
+    # The pump's transport.
+
+    def send(self, conns: tuple[int, ...], message: protocol.ToClient) -> None:
+        if isinstance(message, model.Sealed):
+            self._seal(message)
+        if isinstance(message, model.Stop) and self.counts:
+            self.checks.stop_ordered(message)
+        for conn in conns:
+            if conn in self._links:
+                self._send(self._links[conn], message)
 
     @property
     def counts(self) -> bool:
-        """Whether what it hears and orders can be written down."""
         return True
 
-    def hears(self, key: str) -> bool:
-        return key in self._links
-
-    def closed(self, link: Link) -> None:
-        if link.key and self._links.get(link.key) is link:
-            del self._links[link.key]
-            if self.counts:
-                self.checks.connection_closed(link.key)
-            self._step(protocol.ConnectionClosed(link.key))
-
-    # What the machine wants done.
-
-    def _machine(self) -> Membership:
-        if self.machine is None:
-            self.machine = Membership(self.local_now, self.last_memory)
-        return self.machine
-
-    def _step(self, event: protocol.Event) -> None:
-        now, machine = self.local_now, self._machine()
-        before = machine.world
-        try:
-            commands = machine.step(event, now)
-            machine.check()
-        except Exception as error:
-            self.engine.note(self.name, event)
-            raise Violation("machines_never_raise", f"coordinator: {type(error).__name__}: {error}") from error
-        self.engine.note(self.name, event, tuple(commands))
-        self.checks.stepped(machine.phase is Phase.STOPPING)
-        for command in commands:
-            if machine.world is not before and _is_seal(command):
-                before = machine.world
-                self._outbox.append(machine.world)
-            if isinstance(command, Remember):
-                self.checks.decided(command.memory)
-            self._outbox.append(command)
-        self._flush()
-        self._alarm.set(self.machine.next_deadline() if self.machine else None)
-
-    def _flush(self) -> None:
-        while self._outbox and self._is_kept(self._outbox[0]):
-            self._carry_out(self._outbox.popleft())
-
-    def _is_kept(self, item: Item) -> bool:
-        """Whether nothing has to be written down before this is carried out, or it has been."""
-        if isinstance(item, Remember):
-            self.disk.memory = self.last_memory = item.memory
-            self.checks.remembered(item.memory)
-        return True
-
-    def _carry_out(self, item: Item) -> None:
-        match item:
-            case Remember() | RaiseTerm():
-                pass
-            case World():
-                self.checks.world_sealed(item)
-            case Greet(link):
-                machine = self._machine()
-                self._send(link, protocol.Welcome(machine.term, machine.round))
-            case Tell((key,), model.Refused() as message):
-                self._dismiss(key, message)
-            case Tell(keys, message):
-                if isinstance(message, model.Stop) and self.counts:
-                    self.checks.stop_ordered(message)
-                for key in keys:
-                    if key in self._links:
-                        self._send(self._links[key], message)
-            case Expel(key, reason):
-                if self.counts:
-                    self.checks.expelled(key)
-                self._dismiss(key, model.Expelled(reason))
-            case ForgetRun():
-                self._forget()
-            case _:
-                assert_never(item)
+    def _seal(self, sealed: model.Sealed) -> None:
+        world = self._worlds.pop(sealed.place.order, None)
+        if world is not None:
+            self.checks.world_sealed(world)
 
     def _send(self, link: Link, message: Any) -> None:
         self.network.send_down(link, message)
 
-    def _forget(self) -> None:
-        """No node is needed any more. One that asks again is answered from the disk."""
-        self.machine = None
-        for link in list(self._links.values()):
-            self._hang_up(link)
-        self._links.clear()
-
-    def _dismiss(self, key: str, message: Any) -> None:
-        link = self._links.get(key)
-        if link is not None:
-            self._send(link, message)
-            if self.does_hang_up:
-                del self._links[key]
-                self._hang_up(link)
-
-    def _hang_up(self, link: Link) -> None:
-        link.key, link.is_dismissed = "", True
-        if link.coordinator_open:
+    def close(self, conn: int, reason: str) -> None:
+        link = self._links.pop(conn, None)
+        if link is None or not link.coordinator_open:
+            return
+        if self.does_hang_up:
             self.network.close_by_coordinator(link)
+        else:
+            link.coordinator_open = False
 
-
-def _is_seal(command: Command) -> bool:
-    return isinstance(command, Tell) and isinstance(command.message, model.Sealed)
+    def forget(self) -> None:
+        """No node is needed any more."""
+        if self._pump is not None:
+            self._pump.close()
+        self._pump = None
+        for link in list(self._links.values()):
+            if link.coordinator_open:
+                self.network.close_by_coordinator(link)
+        self._links.clear()

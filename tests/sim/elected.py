@@ -7,21 +7,26 @@ starts a coordinator process, which goes on renewing the lease; when the agent s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, assert_never
 
 from holdfast.rendezvous.etcd import election
-from holdfast.rendezvous.etcd.election import Leader, Office
-from holdfast.rendezvous.membership import model
-from holdfast.rendezvous.membership.model import Memory, World
-from holdfast.rendezvous.membership.protocol import Remember, TimePassed
+from holdfast.rendezvous.etcd.election import Candidacy, Leader, Office
+from holdfast.rendezvous.membership import model, protocol
+from holdfast.rendezvous.membership.model import Memory
+from holdfast.rendezvous.membership.protocol import TimePassed
+from holdfast.rendezvous.membership.run import RunEvent
 from tests.sim.agent import Agent
-from tests.sim.coordinator import Coordinator, Item, RaiseTerm
+from tests.sim.coordinator import Coordinator
 from tests.sim.engine import Alarm, Violation
 from tests.sim.etcd import Gateway
 from tests.sim.faults import LEADER_LEASE_S
 from tests.sim.host import Host
 from tests.sim.network import Address, AnyWorld, Link
+
+_LONGEST_LOOK_S = 0.5
+_LEAST_PAUSE_S = 0.9
 
 
 class ElectedCoordinator(Coordinator):
@@ -39,10 +44,8 @@ class ElectedCoordinator(Coordinator):
         self.office = Office(leader, LEADER_LEASE_S, asked_at)
         self.has_ended: Callable[[], None] = lambda: None
         """The agent that started this process sees it end."""
-        self._is_open = False
-        self._early: list[tuple[Link, int]] = []
-        self._writing: Item | None = None
-        self._written: Item | None = None
+        self._early: list[tuple[Link, protocol.Introduction]] = []
+        self._when_written: deque[Callable[[], None]] = deque()  # In the order of the writes.
         self._office_alarm = Alarm(self.engine, self.clock, self._office_ring)
 
     def begin(self) -> None:
@@ -63,33 +66,38 @@ class ElectedCoordinator(Coordinator):
         self.gateway.ask(self, lambda: self.etcd.memory, self._memory_read, self._read_memory)
 
     def _memory_read(self, memory: Memory | None) -> None:
+        if not self.may_serve():
+            return  # It was frozen meanwhile.
         known = memory.term if memory else 0
         self.engine.note(self.name, "starts", "with" if memory else "with no memory", memory or "")
         if known >= self.office.leader.term:
-            self._outbox.append(RaiseTerm(known))
-        self._open(memory, term=max(self.office.leader.term, known + 1))
-        self._is_open = True
-        self._flush()
-        for link, term in self._early:
-            self.greet(link, term)
-
-    def greet(self, link: Link, term: int) -> None:
-        if self._is_open:
-            super().greet(link, term)
+            self.raise_term(known, lambda _: self._read(memory))
         else:
-            self._early.append((link, term))
+            self._read(memory)
+
+    def _read(self, memory: Memory | None) -> None:
+        self._open(memory, term=self.office.leader.term)
+        for link, introduction in self._early:
+            if link.coordinator_open:
+                self.greet(link, introduction)
+
+    def greet(self, link: Link, introduction: protocol.Introduction) -> None:
+        if self._pump is not None:
+            super().greet(link, introduction)
+        else:
+            self._early.append((link, introduction))
+
+    def _feed(self, event: RunEvent) -> None:
+        """What happens before the memory is read, or after the end, is no concern of the run's."""
+        if self._pump is not None:
+            super()._feed(event)
 
     # The office.
 
-    def hear(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Whether it may still serve is asked before anything is answered."""
-        if self.is_up and not self.is_frozen and not self._may_serve():
+    def may_serve(self) -> bool:
+        if self.is_up and not self.office.may_serve(self.local_now):
             self._tell_office(TimePassed())
-        else:
-            super().hear(call, *arguments)
-
-    def _may_serve(self) -> bool:
-        return self.office.may_serve(self.local_now)
+        return self.is_up
 
     def _office_ring(self) -> None:
         self.hear(self._tell_office, TimePassed())
@@ -118,32 +126,42 @@ class ElectedCoordinator(Coordinator):
                 self.gateway.ask(
                     self,
                     lambda: self.etcd.write(command),
-                    lambda found: self._tell_office(election.WriteAnswered(found)),
+                    self._write_answered,
                     lambda: self._tell_office(election.WriteFailed()),
                 )
             case election.Acknowledge():
-                self._written = self._writing
-                self._flush()
-            case election.Resign():
-                self._resign()
+                self._when_written.popleft()()
+            case election.Resign(reason, is_refused):
+                self._resign(reason if is_refused else "")
             case _:
                 assert_never(command)
 
-    def _is_kept(self, item: Item) -> bool:
-        if not isinstance(item, (Remember, RaiseTerm)) or self._written is item:
-            return True
-        if self._writing is not item:
-            self._writing = item
-            is_memory = isinstance(item, Remember)
-            self._tell_office(election.MemoryChanged(item.memory) if is_memory else election.TermHeard(item.heard))
-        return False
+    def _write_answered(self, found: Leader | str | None) -> None:
+        if not isinstance(found, str):
+            self._tell_office(election.WriteAnswered(found))
+            return
+        self._tell_office(election.WriteRefused(found))
+        if self.is_up:
+            raise Violation("a_refusal_ends_the_term", f"{self.name} stays in office though etcd refuses its writes")
 
-    def _carry_out(self, item: Item) -> None:
-        if isinstance(item, Remember):
-            self.last_memory = item.memory
-        super()._carry_out(item)
+    # The pump's storage and transport.
+
+    def raise_term(self, heard: int, then: Callable[[int], None]) -> None:
+        self._when_written.append(lambda: then(self.office.leader.term))
+        self._tell_office(election.TermHeard(heard))
+
+    def write(self, memory: Memory, then: Callable[[], None]) -> None:
+        def written() -> None:
+            self.last_memory = memory
+            then()
+
+        self._when_written.append(written)
+        self._tell_office(election.MemoryChanged(memory))
+
+    def _seal(self, sealed: model.Sealed) -> None:
+        super()._seal(sealed)
         memory = self.etcd.memory
-        if isinstance(item, World) and (memory is None or memory.last_round < item.round):
+        if memory is None or memory.last_round < sealed.place.round:
             self.checks.data_lost()  # It was written down, and lost before this coordinator knew.
 
     def _send(self, link: Link, message: Any) -> None:
@@ -152,11 +170,11 @@ class ElectedCoordinator(Coordinator):
 
     # The end.
 
-    def _resign(self) -> None:
-        self.engine.note(self.name, "resigns")
-        self._end(model.Resigned())
+    def _resign(self, refusal: str) -> None:
+        self.engine.note(self.name, "resigns", *([refusal] if refusal else []))
+        self._end(model.Resigned(refusal))
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self.gateway.ask(self, lambda: self.etcd.revoke(self.lease), lambda _: None, lambda: None)
         self._end(None)
 
@@ -189,6 +207,11 @@ class Candidate:
         self._addresses = addresses
         self._does_hang_up = does_hang_up
         self._is_busy = False
+        self._candidacy = Candidacy()
+        self._refused_at = -1e9
+
+    def resigned(self, agent: Agent) -> None:
+        self._candidacy.refused(agent.host.local_now)
 
     def _ask(self, agent: Agent, carry_out: Any, answered: Any, failed: Any) -> None:
         self._gateway.asked_by_agents += 1
@@ -209,6 +232,15 @@ class Candidate:
     def _found(self, agent: Agent, leader: Leader | None) -> None:
         if leader is not None:
             self._settle(agent, leader)
+            return
+        now, engine = agent.host.local_now, agent.engine
+        draw = 0.0 if agent.network.is_even else engine.random.random()
+        wait_s = self._candidacy.turn_at(agent.place.node_count if agent.place else 1, draw, now) - now
+        if wait_s > _LONGEST_LOOK_S:
+            self._give_up(agent)
+        elif wait_s > 0:
+            look_again = (agent, lambda leader: self._found(agent, leader))
+            engine.at(agent.host.clock.true(now + wait_s) + 1e-7, agent.hear, self._read, *look_again)
         else:
             self._campaign(agent)
 
@@ -216,6 +248,7 @@ class Candidate:
         """A node that has a connection leaves it for a higher term only. One that has none tries whatever there is: if
         its term is lower, it hears of that."""
         self._is_busy = False
+        self._candidacy.settle()
         address = self._addresses[leader.port]
         is_news = address is not self.address
         if is_news and (not agent.participant.is_connected or leader.term > agent.participant.term):
@@ -235,7 +268,10 @@ class Candidate:
             lambda: self._give_up(agent),
         )
 
-    def _granted(self, agent: Agent, lease: int, asked_at: float) -> None:
+    def _granted(self, agent: Agent, lease: int | str, asked_at: float) -> None:
+        if isinstance(lease, str):
+            self._refuse(agent)
+            return
         address = Address(f"coordinator{len(self._addresses)}", agent.host)
         self._addresses.append(address)
         port = len(self._addresses) - 1
@@ -256,6 +292,15 @@ class Candidate:
                 agent, lambda: self._etcd.leader, created, lambda: (self._revoke(agent, lease), self._give_up(agent))
             ),
         )
+
+    def _refuse(self, agent: Agent) -> None:
+        """etcd takes no coordinator. It must not be asked again and again."""
+        now = agent.host.local_now
+        if now - self._refused_at < _LEAST_PAUSE_S:
+            raise Violation("candidates_pause", f"{agent.name} campaigns again {now - self._refused_at:.2f} s later")
+        self._refused_at = now
+        self._candidacy.refused(now)
+        self._give_up(agent)
 
     def _found_other(self, agent: Agent, found: Leader | None) -> None:
         if found is not None:

@@ -3,6 +3,7 @@
 It is linearizable because it is one object. What can go wrong with it is what a client of a real one can notice:
 
 * Without a quorum nothing is carried out and no lease ends; afterwards every lease has its full length again.
+* It has no space left: it refuses writes and new leases, and renews old ones.
 * A lease ends early although it was renewed (etcd #15247).
 * All its data is lost, and nobody is told.
 
@@ -26,13 +27,16 @@ from tests.sim.network import Network
 
 _CHANCE_OF_LOSS = 0.3
 
+REFUSED = "mvcc: database space exceeded"
+"""The answer to what etcd refuses for good."""
+
 
 class Etcd:
     def __init__(self, engine: Engine, clock: Clock, checks: Checks) -> None:
         self.engine = engine
         self.clock = clock
         self.checks = checks
-        self.has_quorum = True
+        self.has_quorum = self.has_space = True
         self.leader: Leader | None = None
         self.memory: Memory | None = None
         self.pending: list[Callable[[], None]] = []
@@ -42,7 +46,9 @@ class Etcd:
 
     # What clients ask for.
 
-    def grant(self, ttl_s: float) -> int:
+    def grant(self, ttl_s: float) -> int | str:
+        if not self.has_space:
+            return REFUSED
         self._granted += 1
         self._extend(self._granted, ttl_s)
         self._look_later(self._granted)
@@ -60,12 +66,14 @@ class Etcd:
 
     def create(self, leader: Leader, lease: int) -> Leader | None:
         """If there is no leader, and the lease exists; the leader that there is then."""
-        if self.leader is None and lease in self._leases:
+        if self.leader is None and lease in self._leases and self.has_space:
             self._put(leader)
             self._lease_of_leader = lease
         return self.leader
 
-    def write(self, write: Write) -> Leader | None:
+    def write(self, write: Write) -> Leader | str | None:
+        if not self.has_space:
+            return REFUSED
         if self.leader == write.before:
             self._put(write.after)
             if write.memory is not None:
@@ -122,6 +130,15 @@ class Etcd:
         pending, self.pending = self.pending, []
         for call in pending:
             call()
+
+    def fill(self) -> None:
+        self.engine.note("etcd", "has no space left")
+        self.has_space = False
+
+    def make_space(self) -> None:
+        if not self.has_space:
+            self.engine.note("etcd", "has space again")
+        self.has_space = True
 
     def wipe(self) -> None:
         self.engine.note("etcd", "loses all its data")

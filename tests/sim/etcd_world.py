@@ -94,6 +94,7 @@ class EtcdWorld(FakeWorld):
 
     def _recover(self) -> None:
         self.etcd.regain_quorum()
+        self.etcd.make_space()
         self.gateway.lossy.clear()
         for address in self.addresses:
             if address.listener is not None:
@@ -163,6 +164,11 @@ class EtcdMisfortune(Misfortune):
         if self._world.etcd.has_quorum:
             self._world.etcd.lose_quorum()
             self._engine.after(self._how_long_s(), self._world.etcd.regain_quorum)
+
+    def _refuse_writes(self) -> None:
+        if self._world.etcd.has_space:
+            self._world.etcd.fill()
+            self._engine.after(self._how_long_s(), self._world.etcd.make_space)
 
     def _lose_requests(self) -> None:
         host = self._host()

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership.model import Admit, Settings
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests.sim.engine import Clock
 from tests.sim.host import Host, Plan
 
@@ -30,16 +31,17 @@ LEADER_LEASE_S = 5.0
 KINDS = (
     "lose_connection", "lose_connection_for_good", "partition", "partition_one_way", "crash_agent", "lose_host",
     "freeze_agent", "pause_loop", "stick_loop", "crash_coordinator", "lose_memory", "freeze_coordinator", "leave",
-    "join_late", "join_misfit", "close_run",
+    "join_late", "trickle_in", "join_misfit", "close_run", "crash_again_and_again", "cut_off_unheard",
 )  # fmt: skip
 ETCD_KINDS = (
     "lose_connection", "lose_connection_for_good", "partition", "partition_one_way", "cut_from_etcd",
     "crash_agent", "lose_host", "freeze_agent", "pause_loop", "stick_loop", "crash_coordinator",
-    "freeze_coordinator", "lose_coordinators_host", "cut_coordinator_from_etcd", "leave", "join_late",
-    "join_misfit", "close_run", "lose_quorum", "lose_requests", "drop_lease", "lose_memory",
+    "freeze_coordinator", "lose_coordinators_host", "cut_coordinator_from_etcd", "leave", "join_late", "trickle_in",
+    "join_misfit", "close_run", "crash_again_and_again", "lose_quorum", "refuse_writes", "lose_requests",
+    "drop_lease", "lose_memory", "cut_off_unheard",
 )  # fmt: skip
 # With these alone no node is ever out of reach. A coordinator that is down is no reason to lose others.
-CALM = frozenset({"pause_loop", "crash_coordinator", "leave", "join_late", "join_misfit", "close_run"})
+CALM = frozenset({"pause_loop", "crash_coordinator", "leave", "join_late", "trickle_in", "join_misfit", "close_run"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Profile:
     settings: Settings
     reconnect_grace_s: float
     grace_s: float
+    stop_margin_s: float
     host_count: int
     late_hosts: int
     do_hosts_request_ranks: bool
@@ -60,6 +63,7 @@ class Profile:
     chance_of_failure: float
     chance_of_hang: float
     chance_of_stubbornness: float
+    chance_of_stacks: float
     work_s: float
 
 
@@ -94,11 +98,13 @@ def draw_profile(random: Random, kinds_there_are: tuple[str, ...], timings: tupl
         admit=random.choice((Admit.NOW, Admit.ON_RESTART)),
         policy=policy,
         leader_lease_s=leader_lease_s,
+        admit_delay_s=random.choice((0.0, 2.0, 5.0)),
     )
     return Profile(
         settings=settings,
         reconnect_grace_s=reconnect_grace_s,
         grace_s=random.choice((0.5, 2.0, 8.0)),
+        stop_margin_s=random.choice((15.0, 60.0)),
         host_count=host_count,
         late_hosts=random.randint(0, 3),
         do_hosts_request_ranks=requests_ranks,
@@ -110,6 +116,7 @@ def draw_profile(random: Random, kinds_there_are: tuple[str, ...], timings: tupl
         chance_of_failure=chance_of_failure,
         chance_of_hang=random.choice((0.0, 0.1)),
         chance_of_stubbornness=random.choice((0.0, 0.2)),
+        chance_of_stacks=random.choice((0.0, 0.0, 0.2)),
         work_s=random.choice((5.0, 100.0, 1000.0)),
     )
 
@@ -129,6 +136,8 @@ def _draw_policy(random: Random) -> RestartPolicy:
         backoff_cap_s=2.0,
         fatal_exit_codes=random.choice((frozenset(), frozenset({FATAL_CODE}))),
         uncounted_exit_codes=random.choice((frozenset(), frozenset({UNCOUNTED_CODE}))),
+        loss_limit=random.choice((1, 3, 20, 20)),
+        loss_window_s=random.choice((10.0, 3600.0, 3600.0)),
     )
 
 
@@ -154,13 +163,15 @@ class Workload:
         consequence = Failure(text="connection closed by peer", is_consequence=random.random() < 0.7)
         stubborn = random.random() < profile.chance_of_stubbornness
         stops_after_s = random.random() ** 2 * profile.grace_s
+        has_stacks = random.random() < profile.chance_of_stacks
+        stacks_s = random.random() * 0.75 * profile.stop_margin_s if has_stacks else 0.0
         failure = self._draw_failure() if random.random() < profile.chance_of_failure else None
         ends_after_s: float | None = random.random() * (profile.work_s if failure is None else 8.0)
         if self.is_peaceful:
-            ends_after_s, failure = (random.random() if self.is_short else None), None
+            ends_after_s, failure, stacks_s = (random.random() if self.is_short else None), None, 0.0
         elif random.random() < profile.chance_of_hang:
             ends_after_s = None
-        return Plan(ends_after_s, failure, not stubborn, stops_after_s, feels, consequence)
+        return Plan(ends_after_s, failure, not stubborn, stops_after_s, stacks_s, feels, consequence)
 
     def _draw_failure(self) -> Failure:
         random = self._random
@@ -221,6 +232,14 @@ class Misfortune:
             self._engine.note("network", "loses the connection of", host.name)
             network.lose(link)
 
+    def _cut_off_unheard(self) -> None:
+        """The coordinator closes a healthy connection, and the close is lost on its way."""
+        agent = self._host().agent
+        link = agent.link if agent is not None else None
+        if link is not None and link.agent_open and link.coordinator_open and not link.is_lost:
+            self._engine.note("coordinator", "hangs up on", link.host.name, "which does not hear of it")
+            link.coordinator.hear(link.coordinator.cut_off, link)
+
     def _lose_connection_for_good(self) -> None:
         """When the agent has found out, it cannot connect again for a while."""
         self._lose_connection()
@@ -253,6 +272,19 @@ class Misfortune:
         if host.agent is not None:
             host.agent.crash()
             self._maybe_come_back(host)
+
+    def _crash_again_and_again(self) -> None:
+        """Whatever agent is started on the host dies soon."""
+        self._crash_soon(self._host(), self._random.randint(2, 6))
+
+    def _crash_soon(self, host: Host, times: int) -> None:
+        if self._is_over:
+            return
+        if host.agent is not None:
+            host.agent.crash()
+        self._engine.after(0.3 + self._random.random(), self._world.start_agent, host)
+        if times > 1:
+            self._engine.after(1.3 + self._random.random() * 10, self._crash_soon, host, times - 1)
 
     def _lose_host(self) -> None:
         """The power goes: nobody is left who could close a connection."""
@@ -313,6 +345,11 @@ class Misfortune:
     def _join_late(self) -> None:
         if len(self._world.hosts) < self._profile.host_count + self._profile.late_hosts:
             self._world.start_agent(self._world.add_host())
+
+    def _trickle_in(self) -> None:
+        """One new host after the other."""
+        for number in range(3):
+            self._engine.after(number * self._random.random() * 3, self._join_late)
 
     def _join_misfit(self) -> None:
         """A node that was started with other settings. The first to join fixes them, so it must not be that one."""

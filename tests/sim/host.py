@@ -12,7 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.rendezvous.membership.restart_policy import Advance, Failure
+from holdfast.failures.records import Failure
+from holdfast.rendezvous.membership.restart_policy import Advance
 from tests.sim.checkers import Checks
 from tests.sim.engine import Alarm, Clock, Engine
 
@@ -32,6 +33,8 @@ class Plan:
     failure: Failure | None = None
     heeds_sigterm: bool = True
     stops_after_s: float = 0.05
+    stacks_s: float = 0.0
+    """How long their agent takes their stacks before it stops them."""
     feels_peers_after_s: float | None = None
     """How long after the death of a peer of the round they fail of it; None: they do not notice."""
     consequence: Failure = field(default=Failure(text="connection closed by peer", is_consequence=True))
@@ -167,9 +170,11 @@ class Host:
         """SIGTERM, and SIGKILL after the grace period."""
         if group.is_alive and not group.is_stopping:
             group.is_stopping = True
-            self.engine.after(self.grace_s, self.kill, group, "the grace is over")
-            if group.plan.heeds_sigterm:
-                self.engine.after(min(group.plan.stops_after_s, self.grace_s), self.kill, group, "SIGTERM")
+            plan = group.plan
+            self.engine.after(plan.stacks_s + self.grace_s, self.kill, group, "the grace is over")
+            if plan.heeds_sigterm:
+                stops_after_s = min(plan.stops_after_s, self.grace_s)
+                self.engine.after(plan.stacks_s + stops_after_s, self.kill, group, "SIGTERM")
 
     def kill(self, group: Group, why: str) -> None:
         if group.is_alive:

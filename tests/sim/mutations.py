@@ -15,17 +15,22 @@ from unittest.mock import patch
 from msgspec.structs import replace as replace_in_message
 
 from holdfast.agent.lifecycle import Lifecycle
+from holdfast.rendezvous.coordinator.pump import Pump
 from holdfast.rendezvous.etcd import election
-from holdfast.rendezvous.etcd.election import Office
-from holdfast.rendezvous.membership import node_lease, protocol, restart_policy, run
+from holdfast.rendezvous.etcd.election import Candidacy, Office
+from holdfast.rendezvous.membership import losses, node_lease, phases, protocol
+from holdfast.rendezvous.membership import round as rounds
 from holdfast.rendezvous.membership.formation import Formation
-from holdfast.rendezvous.membership.model import Memory, Resigned, Sealed, Stage, World
+from holdfast.rendezvous.membership.losses import Losses
+from holdfast.rendezvous.membership.model import Memory, NodeFacts, Resigned, Sealed, Stage, World
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import NodeLease
+from holdfast.rendezvous.membership.nodes import NodeTable
+from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import Remember
-from holdfast.rendezvous.membership.restart_policy import Budget
-from holdfast.rendezvous.membership.round import Past
-from holdfast.rendezvous.membership.run import Membership
+from holdfast.rendezvous.membership.restart_policy import Budget, Restart
+from holdfast.rendezvous.membership.round import Past, Round
+from holdfast.rendezvous.membership.run import Run
 from tests.sim.elected import Candidate, ElectedCoordinator
 from tests.sim.etcd import Etcd
 from tests.sim.host import Host
@@ -95,12 +100,16 @@ def _lease_of_half_the_length(original: Any) -> Any:
 
 
 def _drop_at_once(original: Any) -> Any:
-    def closed(self: Membership, key: str, now: float) -> None:
+    def closed(self: Membership, key: str, by_peer: bool, now: float) -> None:
         node = self._nodes.get(key)
         if node is not None and node.is_open:
-            self._nodes.drop(node, now + 0.1)
+            self._nodes.drop(node, now + 0.1, by_peer)
 
     return closed
+
+
+def _always_by_the_peer(original: Any) -> Any:
+    return lambda self, key, by_peer, now: original(self, key, True, now)
 
 
 def _blame_stopped(original: Any) -> Any:
@@ -127,12 +136,28 @@ def _without_restarts(original: Any) -> Any:
         original(self, now, replace(memory, restarts_used=0) if memory else None, **named)
         learn = self._learn_the_past
 
-        def forget(last: Any, heard_round: int, now: float) -> Any:
+        def forget(last: Any, heard_round: int, now: float, heard_restarts: int = 0) -> Any:
             return learn(replace(last, restarts_used=0) if last else None, heard_round, now)
 
         self._learn_the_past = forget
 
     return init
+
+
+def _without_progress(original: Any) -> Any:
+    def judge(self: Losses, policy: Any, budget: Budget, now: float) -> Any:
+        return original(self, policy, Budget(now), now)
+
+    return judge
+
+
+def _from_the_last(original: Any) -> Any:
+    def is_time(self: Round, waiting: int, settings: Any, now: float) -> bool:
+        if waiting != getattr(self, "waiting_before", 0):
+            self.admit_at, self.waiting_before = None, waiting
+        return bool(original(self, waiting, settings, now))
+
+    return is_time
 
 
 def _one_too_many(original: Any) -> Any:
@@ -204,9 +229,9 @@ def _all_count_as_now(original: Any) -> Any:
 
 
 def _whatever_is_known(original: Any) -> Any:
-    def learn(self: Membership, last: Any, heard_round: int, now: float) -> Any:
+    def learn(self: Membership, last: Any, heard_round: int, now: float, heard_restarts: int = 0) -> Any:
         was_unknown = self._past.is_unknown
-        commands = original(self, last, heard_round, now)
+        commands = original(self, last, heard_round, now, heard_restarts)
         self._past.is_unknown = was_unknown
         return commands
 
@@ -232,7 +257,7 @@ def _join_at_once(original: Any) -> Any:
 
 
 def _hear_nothing(original: Any) -> Any:
-    return lambda self, term, last_round, now: original(self, term, 0, now)
+    return lambda self, welcome, now: original(self, replace_record(welcome, last_round=0), now)
 
 
 def _wait_in_any_case(original: Any) -> Any:
@@ -275,9 +300,9 @@ def _without_leader_lease(original: Any) -> Any:
 
 
 def _by_what_members_say(original: Any) -> Any:
-    def learn(self: Membership, last: Any, heard_round: int, now: float) -> Any:
+    def learn(self: Membership, last: Any, heard_round: int, now: float, heard_restarts: int = 0) -> Any:
         if last is None or not self._past.has_seen_no_round:
-            return original(self, last, heard_round, now)
+            return original(self, last, heard_round, now, heard_restarts)
         self._past.awaited.clear()
         return self._adopt(last, now)
 
@@ -300,8 +325,18 @@ def _unbelieved(original: Any) -> Any:
     return react
 
 
-def _told_and_forgotten(original: Any) -> Any:
-    return lambda self, *arguments: original(self, *arguments) or True
+def _refusals_are_failures(original: Any) -> Any:
+    def step(self: Office, event: Any, now: float) -> Any:
+        return original(self, election.WriteFailed() if isinstance(event, election.WriteRefused) else event, now)
+
+    return step
+
+
+def _refusals_are_failures(original: Any) -> Any:
+    def step(self: Office, event: Any, now: float) -> Any:
+        return original(self, election.WriteFailed() if isinstance(event, election.WriteRefused) else event, now)
+
+    return step
 
 
 _FENCING = "one_world_at_once"
@@ -314,6 +349,7 @@ MUTATIONS = [
     Mutation("the agent uses its whole lease", node_lease, "_LEASE_SHARE", lambda original: 1.0, _FENCING),
     Mutation("the coordinator waits for half a lease", Membership, "_lease_ends", _lease_of_half_the_length, _FENCING),
     Mutation("a closed connection is given up at once", Membership, "_closed", _drop_at_once, _FENCING, first_seed=140),
+    Mutation("a close of its own counts as one of the node", Membership, "_closed", _always_by_the_peer, _FENCING),
     Mutation("an agent does not mind a closed connection", NodeLease, "_disconnected", _do_not_mind, _FENCING,
         first_seed=190),
     Mutation("an agent takes a silent network for a refusal", NodeLease, "_connect_failed", _call_it_refused, _FENCING,
@@ -337,17 +373,34 @@ MUTATIONS = [
         "no_failure_is_forgotten"),
     Mutation("a join does not say why its node stopped", Participant, "_join_message", _message_without(stop=None),
         scenario="the_coordinator_dies_while_it_stops_a_round"),
-    Mutation("the last failure is the cause", restart_policy, "root_cause",
+    Mutation("the last failure is the cause", rounds, "root_cause",
         lambda original: lambda failures: failures[-1], "root_cause"),
     Mutation("one success is everybody's", Membership, "_finish", _after(lambda self: self._present.unfinished.clear()),
         "success_is_unanimous"),
-    Mutation("a stop has no end", Membership, "_expel_stuck", lambda original: lambda self, now: setattr(self._present,
-        "stop_by", None) or [], scenario="a_stuck_agent_is_expelled"),
+    Mutation("a stop has no end", Round, "expel_stuck", lambda original: lambda self, *_: setattr(self, "stop_by", None)
+        or [], scenario="a_stuck_agent_is_expelled"),
+    Mutation("every node has the same time to stop", NodeFacts, "stops_within_s",
+        lambda original: property(lambda self: self.grace_s + 15.0), scenario="stacks_take_their_time"),
+    Mutation("losses have no limit", Losses, "judge", _always(Restart(0.0, is_charged=False)), "losses_are_bounded"),
+    Mutation("the count of losses is never begun anew", Losses, "judge", _without_progress,
+        scenario="losses_are_bounded"),
+    Mutation("losses are forgotten", Membership, "__init__", _memory_without(loss_ages_s=()),
+        scenario="losses_are_bounded"),
+    Mutation("a backoff is forgotten", Membership, "__init__", _memory_without(backoff_left_s=0.0),
+        scenario="all_are_back"),
+    Mutation("the losses of hosts are forgotten", Membership, "__init__", _memory_without(host_loss_ages_s=()),
+        scenario="a_host_that_is_lost_again_waits"),
+    Mutation("a host that is lost again does not wait", losses, "FIRST_DELAY_S", lambda original: 0.0,
+        scenario="a_host_that_is_lost_again_waits"),
+    Mutation("hosts are to blame for what all have in common", Losses, "forgive", _always(None),
+        scenario="all_hosts_are_cut_off_again"),
+    Mutation("a host that has to wait is waited for", NodeTable, "held_beyond", _always(0),
+        scenario="a_host_that_is_lost_again_waits"),
     Mutation("a stop is not told again", Membership, "_stop_again", _always([]),
         scenario="a_failure_at_the_coordinators_death"),
     # Worlds.
-    Mutation("a world larger than max is sealed", run, "arrange", _one_too_many, "size_within_bounds", _RAISE),
-    Mutation("survivors change places", run, "arrange", _newest_first, "survivors_keep_order"),
+    Mutation("a world larger than max is sealed", phases, "arrange", _one_too_many, "size_within_bounds", _RAISE),
+    Mutation("survivors change places", phases, "arrange", _newest_first, "survivors_keep_order"),
     Mutation("every node is its own master", World, "place_of", _own_master, "ranks_agree"),
     Mutation("the round is not counted on", Membership, "_seal", _before(lambda self: setattr(self, "round", max(0,
         self.round - 1))), "rounds_rise"),
@@ -385,22 +438,26 @@ MUTATIONS = [
     Mutation("writes are not guarded", Etcd, "write", _any_leader, "writes_are_in_turn", _RAISE, is_on_etcd=True),
     Mutation("writes do not wait for their turn", Etcd, "write", _any_turn, "writes_are_in_turn", is_on_etcd=True,
         first_seed=100),
-    Mutation("the lease is not looked at before an answer", ElectedCoordinator, "_may_serve", _always(True),
+    Mutation("the lease is not looked at before an answer", ElectedCoordinator, "may_serve", _always(True),
         "only_in_office", is_on_etcd=True),
-    Mutation("nodes are told before it is written down", ElectedCoordinator, "_is_kept", _told_and_forgotten,
-        "tellings_are_backed", is_on_etcd=True),
+    Mutation("nodes are told before it is written down", Pump, "__init__", _after(lambda self: setattr(self,
+        "_durable", math.inf)), "tellings_are_backed", is_on_etcd=True),
     Mutation("the next coordinator waits for a node lease only", Past, "others_may_run_until", _without_leader_lease,
         scenario="a_member_lives_on_the_word_of_the_leader_before"),
     Mutation("members say who may still run", Membership, "_learn_the_past", _by_what_members_say,
         scenario="only_one_has_heard_of_the_round"),
-    Mutation("a term is not raised", Membership, "raise_term", _always(False), "settles", "ends_and_everybody_knows",
-        is_on_etcd=True, first_seed=540),
+    Mutation("a term is not raised", Run, "_raise_term", _always(False), "settles", "ends_and_everybody_knows",
+        first_seed=346),
     Mutation("a resignation frees from the lease", NodeLease, "_react", _for_ever, _FENCING, is_on_etcd=True,
-        first_seed=750),
+        first_seed=310),
     Mutation("a resignation is not believed", NodeLease, "_react", _unbelieved,
         scenario="a_leader_resigns_and_is_gone"),
     Mutation("a node that hears nothing does not look", NodeLease, "_locate_at", _always(None),
         scenario="a_frozen_leader_goes_on"),
+    Mutation("what etcd refuses is tried again", Office, "step", _refusals_are_failures, "a_refusal_ends_the_term",
+        is_on_etcd=True),
+    Mutation("a node that etcd refuses does not pause", Candidacy, "refused", _always(None), "candidates_pause",
+        is_on_etcd=True),
     Mutation("the lease of a dead coordinator is not revoked", Candidate, "_revoke", _always(None),
         scenario="the_coordinators_process_dies"),
     # The end, and getting there.
@@ -411,6 +468,10 @@ MUTATIONS = [
         "settles", "ends_and_everybody_knows"),
     Mutation("newcomers are let in when they join only", Membership, "_maybe_admit", _admit_at_the_join_only,
         scenario="a_newcomer_meets_a_coordinator_that_was_restarted"),
+    Mutation("newcomers are let in one by one", Round, "admitted_in_s", lambda original: lambda *arguments: None if
+        original(*arguments) is None else 0.0, "admitted_together"),
+    Mutation("each newcomer begins the delay anew", Round, "is_time_to_admit", _from_the_last,
+        scenario="newcomers_are_let_in_together"),
     Mutation("silent nodes are never lost", Membership, "_lease_ends", _always(math.inf), "settles"),
 ]
 # fmt: on

@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from holdfast.rendezvous.membership.protocol import Introduction
 from tests.sim.engine import Engine
 
 if TYPE_CHECKING:
@@ -66,11 +67,10 @@ class Pipe:
 
 
 class Link:
-    """One connection of an agent with a coordinator. `key` is the node that spoke on it, as the coordinator heard."""
+    """One connection of an agent with a coordinator."""
 
     __slots__ = (
-        "agent", "agent_open", "coordinator", "coordinator_open", "down", "host", "is_dismissed", "is_lost", "key",
-        "number", "up",
+        "agent", "agent_open", "coordinator", "coordinator_open", "down", "host", "is_lost", "number", "up",
     )  # fmt: skip
 
     def __init__(self, agent: Agent, coordinator: Coordinator, number: int) -> None:
@@ -78,12 +78,10 @@ class Link:
         self.coordinator = coordinator
         self.number = number
         self.host = agent.host
-        self.key = ""
         there = coordinator.address.host
         self.up, self.down = Pipe(self, self.host, there, upward=True), Pipe(self, there, self.host, upward=False)
         self.agent_open = self.coordinator_open = True
         self.is_lost = False
-        self.is_dismissed = False
 
 
 @dataclass
@@ -117,9 +115,9 @@ class Network:
             self._give_up_later(agent, attempt, is_told=self._is_told())
             return
         self._give_up_later(agent, attempt, is_told=False)
-        self.engine.after(self.delay_s(), self._knock, agent, agent.participant.term, attempt, address)
+        self.engine.after(self.delay_s(), self._knock, agent, agent.introduction, attempt, address)
 
-    def _knock(self, agent: Agent, term: int, attempt: object, address: Address) -> None:
+    def _knock(self, agent: Agent, hello: Introduction, attempt: object, address: Address) -> None:
         coordinator = address.listener
         if coordinator is None:
             if not self._is_cut(address.host, agent.host) and not address.is_dark:
@@ -131,7 +129,7 @@ class Network:
         link = Link(agent, coordinator, self._dialled)
         self.links.append(link)
         agent.dialled = link
-        coordinator.hear(coordinator.greet, link, term)
+        coordinator.hear(coordinator.greet, link, hello)
 
     def _give_up_later(self, agent: Agent, attempt: object, *, is_told: bool) -> None:
         """Nothing answers; or a router says at once that there is no way."""

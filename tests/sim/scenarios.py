@@ -93,6 +93,16 @@ def a_newcomer_is_let_in() -> str:
 
 
 @scenario
+def newcomers_are_let_in_together() -> str:
+    """They come one after the other. The first of them waits for 5 s, and the round is stopped once."""
+    script = Script(min_nodes=1, max_nodes=5, admit_delay_s=5.0)
+    script.node("a")
+    for number, name in enumerate("bcd"):
+        script.node(name, at=8.0 + 2 * number)
+    return script.tell(until=14.0)
+
+
+@scenario
 def a_failure_crosses_a_planned_stop() -> str:
     """The stop for a newcomer is on its way when the workers fail. That is not charged: no restart is allowed."""
     script = Script(min_nodes=1, max_nodes=2, last_call_s=0.1)
@@ -451,8 +461,8 @@ def what_nodes_know_is_written_down() -> str:
 @scenario
 def all_are_back() -> str:
     """The coordinator dies between two rounds, after it has charged the first. The next one finds written down who its
-    members were. When all of them have joined, nothing of the round can be alive, so it waits for nothing else; and it
-    does not charge the failure again, of which the join tells once more."""
+    members were. When all of them have joined, nothing of the round can be alive, so it waits for the backoff and for
+    nothing else; and it does not charge the failure again, of which the join tells once more."""
     script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=2, backoff_s=1.0))
     script.nodes("ab")
     script.work("a", 1, failing(3.0))
@@ -495,6 +505,58 @@ def a_stuck_agent_is_away_when_its_time_is_over() -> str:
     script.work("a", 1, failing(2.0))
     script.reset("b", at=18.13)
     return script.tell(until=35.0)
+
+
+@scenario
+def stacks_take_their_time() -> str:
+    """The run hangs, and the other node takes the stacks of its workers for 20 s before it stops them. Its agent had
+    said that it may need so long, so it is waited for, and the restart is charged."""
+    script = Script(stop_margin_s=35.0, min_nodes=2, max_nodes=2, policy=RestartPolicy(max_restarts=1))
+    script.nodes("ab")
+    script.work("a", 1, failing(2.0, "the workers hang", exception="hang"))
+    script.work("b", 1, Plan(None, stacks_s=20.0))
+    return script.tell(until=24.0)
+
+
+@scenario
+def losses_are_bounded() -> str:
+    """One restart after lost nodes is allowed. A round with progress begins the count anew; the second loss after it
+    ends the run for good, although the coordinator was replaced in between."""
+    script = Script(min_nodes=2, max_nodes=2, policy=RestartPolicy(loss_limit=1))
+    script.nodes("abcd")
+    script.work("a", 2, Plan(None, advance=Advance(7)))
+    script.kill("b", at=3.0)
+    script.kill("c", at=8.0)
+    script.kill_coordinator(at=11.0, for_s=0.2)
+    script.lose("d", at=13.0)
+    return script.tell(until=20.0)
+
+
+@scenario
+def a_host_that_is_lost_again_waits() -> str:
+    """The first loss of a host costs nothing. After the second its node stands by for 10 s, and the other node goes on
+    without it at once. The coordinator is replaced meanwhile, and the next one knows of the losses."""
+    script = Script(min_nodes=1, max_nodes=2)
+    script.nodes("ab")
+    script.kill("b", at=3.0)
+    script.node("b", at=6.0)
+    script.kill("b", at=8.0)
+    script.slow_down("a", at=9.0, for_s=2.0)
+    script.node("b", at=10.5)
+    script.kill_coordinator(at=13.0, for_s=0.2)
+    return script.tell(until=26.0)
+
+
+@scenario
+def all_hosts_are_cut_off_again() -> str:
+    """Twice the network to all nodes is gone for longer than their leases. No host is to blame for that, so none has to
+    wait."""
+    script = Script(min_nodes=2, max_nodes=2)
+    script.nodes("ab")
+    for at in (3.0, 15.0):
+        script.cut("a", at=at, for_s=7.0)
+        script.cut("b", at=at, for_s=7.0)
+    return script.tell(until=25.0)
 
 
 @scenario

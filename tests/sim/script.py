@@ -9,10 +9,10 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import NodeFacts, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
-from holdfast.rendezvous.membership.restart_policy import Failure
 from tests.sim.agent import Agent, Fixed
 from tests.sim.checkers import RULES, Checks, OnlyMisfitsAreRefused
 from tests.sim.coordinator import Coordinator, Disk
@@ -36,15 +36,16 @@ def succeeding(after_s: float) -> Plan:
 
 
 class Script:
-    """`a`, `b`, `c`, ... are nodes, each on a host of the same name."""
+    """`a`, `b`, `c`, ... are nodes, each on a host of the same name. Newcomers are admitted at once, unless the script
+    says otherwise."""
 
-    def __init__(self, *, grace_s: float = 5.0, **settings: Any) -> None:
-        self.settings = Settings(**settings)
+    def __init__(self, *, grace_s: float = 5.0, stop_margin_s: float = 15.0, **settings: Any) -> None:
+        self.settings = Settings(**{"admit_delay_s": 0.0, **settings})
         self.engine = Engine(Random(0))
         self.checks = self._make_checks()
         self.society = Society(self.engine, self.checks)
         self.hosts: dict[str, Host] = {}
-        self._grace_s = grace_s
+        self._times = {"grace_s": grace_s, "stop_margin_s": stop_margin_s}
         self._plans: dict[tuple[str, int], Plan] = {}
         self._open()
 
@@ -86,10 +87,10 @@ class Script:
         host = self.hosts.get(name)
         if host is None:
             host = self.hosts[name] = Host(self.engine, name, clock, self.society, self)
-            host.grace_s = self._grace_s
+            host.grace_s = self._times["grace_s"]
         host.agents_started += 1
         node_id = name + "'" * (host.agents_started - 1)
-        facts = NodeFacts(node_id, address=name, requested_rank=rank, grace_s=self._grace_s)
+        facts = NodeFacts(node_id, address=name, requested_rank=rank, host=name, **self._times)
         self._make_agent(host, facts).start()
 
     def kill(self, name: str, at: float) -> None:
@@ -211,6 +212,10 @@ class EtcdScript(Script):
     def lose_quorum(self, at: float, for_s: float) -> None:
         self.engine.at(at, self.etcd.lose_quorum)
         self.engine.at(at + for_s, self.etcd.regain_quorum)
+
+    def fill(self, at: float, for_s: float) -> None:
+        self.engine.at(at, self.etcd.fill)
+        self.engine.at(at + for_s, self.etcd.make_space)
 
     def wipe(self, at: float) -> None:
         self.engine.at(at, self.etcd.wipe)

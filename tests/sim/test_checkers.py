@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from holdfast.failures.records import Failure
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import End, Ended, Memory, NodeFacts, Outcome, Sealed, Settings, Stop, World
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests.sim.checkers import RULES, Checks, name_of
 from tests.sim.engine import Violation
 
@@ -33,6 +34,10 @@ def group(node: NodeFacts, round: int, rank: int, *, has_succeeded: bool = False
 
 def join(node: NodeFacts, failure: Failure | None = None) -> Any:
     return protocol.Join(node, SETTINGS, PLACE, failure=failure)
+
+
+def join_after(round: int) -> Any:
+    return protocol.Join(A, SETTINGS, World.of(1, round, (A, C)).place_of(A.key))
 
 
 def sealed(round: int, *members: NodeFacts, restarts_used: int = 0) -> Callable[[Checks], None]:
@@ -117,6 +122,14 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
     ("restarts_within_budget", [wrote(1, 1), wrote(1, 2)]),
     ("restarts_within_budget", [wrote(1), wrote(1, 0, Outcome(End.FAILED, "the 1 allowed restart is used up", CRASH))]),
     ("restarts_within_budget", [sealed(1, A, B), sealed(2, A, B, restarts_used=1)]),
+    ("losses_are_bounded", [sealed(1, A, B), heard(A, join(A)), sealed(2, A, C), *[
+        each for round in range(2, 22) for each in (heard(A, join_after(round)), sealed(round + 1, A, C))
+    ]]),
+    ("losses_are_bounded", [sealed(1, A, B), wrote(1, 0, Outcome(End.FAILED, "used up (--loss-limit 20)"))]),
+    ("admitted_together", [
+        sealed(1, A), later(9.0), heard(B, protocol.Join(B, SETTINGS)), later(13.9),
+        did("stop_ordered", Stop(1, "b joins")),
+    ]),
     ("one_outcome", [wrote(1, 0, Outcome(End.CLOSED, "")), wrote(1, 0, Outcome(End.CLOSED, "again"))]),
     ("one_outcome", [did("outcome_learned", SimpleNamespace(name="a"), SUCCEEDED)]),
     ("ended_run_stays_ended", [wrote(1, 0, Outcome(End.CLOSED, "")), sealed(2, A, B)]),
@@ -148,7 +161,7 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
     ("only_in_office", [did("told", coordinator(may_serve=False), "anything", Memory())]),
     ("tellings_are_backed", [did("told", coordinator(), Ended(SUCCEEDED), Memory())]),
     ("tellings_are_backed", [did("told", coordinator(), Sealed(A.key, PLACE), None)]),
-    ("stopping_is_bounded", [did("stepped", True), later(33.0), did("stepped", True)]),
+    ("stopping_is_bounded", [did("stepped", True), later(82.0), did("stepped", True)]),
 ]  # fmt: skip
 
 

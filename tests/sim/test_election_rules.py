@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.rendezvous.etcd.election import Leader, Office, RenewalAnswered, Resign
 from holdfast.rendezvous.membership.model import NodeFacts, Resigned, Sealed, Settings, World
-from holdfast.rendezvous.membership.node import JoinRequested, Participant, Received, Standing, Welcomed
+from holdfast.rendezvous.membership.node import JoinRequested, Participant, Pushed, Standing, Welcomed
 from holdfast.rendezvous.membership.node_lease import (
     ConnectFailed,
     Disconnected,
@@ -15,6 +15,7 @@ from holdfast.rendezvous.membership.node_lease import (
     PlaceTaken,
 )
 from holdfast.rendezvous.membership.protocol import FromNode, HeartbeatAnswer
+from tests.sim.script import EtcdScript
 
 A = NodeFacts("a", address="a", port=1)
 ON_ETCD = LeaseSettings(lease_s=6.0, does_refusal_renew=False, locate_after_s=2.0)
@@ -25,7 +26,7 @@ def member(term: int) -> Participant:
     node = Participant(A, Settings(lease_s=6.0), NodeLease(ON_ETCD))
     node.step(Welcomed(term, 0), 0.0)
     node.step(JoinRequested(1), 0.0)
-    node.step(Received(Sealed(A.key, World.of(term, 1, (A,)).place_of(A.key))), 0.1)
+    node.step(Pushed(Sealed(A.key, World.of(term, 1, (A,)).place_of(A.key))), 0.1)
     assert node.standing is Standing.MEMBER
     return node
 
@@ -40,7 +41,7 @@ def test_a_lower_term_is_never_accepted() -> None:
     assert HangUp() in commands
     assert not any(isinstance(command, FromNode) for command in commands)
     assert not node.is_connected
-    node.step(Received(HeartbeatAnswer(2)), 1.25)
+    node.step(Pushed(HeartbeatAnswer(2)), 1.25)
     assert node.standing is Standing.MEMBER
     node.step(ConnectFailed(was_refused=False), 1.6)
     assert node.standing is Standing.OUTSIDE, "half a second after the connection was closed the place is lost"
@@ -74,10 +75,31 @@ def test_what_lifts_the_rule_of_the_closed_connection_does_not_extend_the_lease(
 
 def test_a_resignation_holds_for_one_connection() -> None:
     node = member(term=1)
-    node.step(Received(Resigned()), 1.0)
+    node.step(Pushed(Resigned()), 1.0)
     node.step(Disconnected(), 1.0)
     assert node._lease.workers_may_live_until() == 5.4
     node.step(Welcomed(2, 1), 1.2)
     node.step(HeartbeatAnswer(2), 1.3)
     node.step(Disconnected(), 2.0)
     assert node._lease.workers_may_live_until() == 2.5
+
+
+def campaigns(count: int) -> int:
+    """How many of so many nodes campaign when the coordinator's process dies: all notice at the same time."""
+    script = EtcdScript(min_nodes=1, max_nodes=count)
+    script.network.is_even = False
+    for number in range(count):
+        script.node(f"n{number}", number * 0.01)
+    script.engine.run_until(10.0)
+    granted, leader = script.etcd._granted, script.etcd.leader
+    assert leader is not None
+    assert all(host.agent and host.agent.participant.is_connected for host in script.hosts.values())
+    script.kill_process(10.0)
+    script.engine.run_until(13.0)
+    assert script.etcd.leader is not None
+    assert script.etcd.leader.term > leader.term
+    return script.etcd._granted - granted
+
+
+def test_few_of_many_nodes_campaign() -> None:
+    assert campaigns(count=64) <= 6

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
+from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership.model import Memory, NodeFacts, Outcome, Place, Settings
 from holdfast.rendezvous.membership.node_lease import Connect, HangUp, Locate, SetLease
 from holdfast.rendezvous.membership.protocol import FromNode
-from holdfast.rendezvous.membership.restart_policy import Failure
 
 _WHO_WIDTH = 12
 _ROUTINE = (
@@ -25,7 +25,7 @@ _ROUTINE = (
 
 # How an agent does what it does; a story leaves it out.
 _MEANS = FromNode | SetLease | Connect | HangUp | Locate
-_HEARD = ("Received", "Welcomed")
+_HEARD = ("Pushed", "Welcomed")
 
 Line = tuple[float, str, tuple[object, ...]]
 
@@ -115,7 +115,8 @@ def _call(thing: object) -> str:
     said = []
     for name in type(thing).__match_args__:  # type: ignore[attr-defined]  # the caller has made sure of it
         value = getattr(thing, name)
-        is_noise = name == "jitter" or value is False or (name in ("restarts_used", "heard_round") and not value)
+        is_count = name in ("restarts_used", "heard_round", "heard_restarts")
+        is_noise = name == "jitter" or value is False or (is_count and not value) or (name == "by_peer" and value)
         if value in ("", None, ()) or isinstance(value, Settings) or is_noise:
             continue
         is_plain = _is_record(value) or isinstance(value, (str, bytes, tuple, Enum))

@@ -12,9 +12,10 @@ from random import Random
 
 from holdfast.agent import lifecycle
 from holdfast.rendezvous.membership import protocol
+from holdfast.rendezvous.membership.losses import LONGEST_DELAY_S
 from holdfast.rendezvous.membership.model import Admit, Memory, NodeFacts, Settings, World
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
-from holdfast.rendezvous.membership.run import Membership, Phase
+from holdfast.rendezvous.membership.phases import Membership, Phase
 from tests.sim.agent import Agent, Fixed
 from tests.sim.checkers import Checks
 from tests.sim.coordinator import Coordinator, Disk
@@ -147,6 +148,8 @@ class FakeWorld:
             local_world_size=1 + number % 2,
             requested_rank=number if has_rank else None,
             grace_s=self.profile.grace_s,
+            stop_margin_s=self.profile.stop_margin_s,
+            host=host.name,
         )
         agent = self._make_agent(host, facts, settings or self.profile.settings)
         self.agents.append(agent)
@@ -223,7 +226,9 @@ class FakeWorld:
     def _demand(self, what: str, is_so: Callable[[], bool]) -> None:
         settings = self.profile.settings
         once_s = self.profile.grace_s + settings.lease_s + settings.last_call_s + settings.drop_timeout_s
-        bound_s = self.slowness * (settings.join_timeout_s + 3 * once_s + settings.policy.backoff_cap_s + 20.0)
+        once_s += settings.admit_delay_s
+        more_s = settings.policy.backoff_cap_s + self.profile.stop_margin_s + LONGEST_DELAY_S + 20.0
+        bound_s = self.slowness * (settings.join_timeout_s + 3 * once_s + more_s)
         if not self.engine.run_until(self.engine.now + bound_s, is_so):
             raise Violation(what, f"not within {bound_s:.1f} s after the faults were over; {self._standing()}")
 
@@ -257,5 +262,5 @@ class FakeWorld:
 
 
 def _is_running(agent: Agent, round: int) -> bool:
-    phases = (lifecycle.Phase.RUNNING, lifecycle.Phase.WAITING)
+    phases = (lifecycle.AgentPhase.RUNNING, lifecycle.AgentPhase.FINISHED)
     return agent.machine.round == round and agent.machine.phase in phases and not agent.is_leaving

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from holdfast.cli import run as cli
 from holdfast.errors import HostError, UserError
 from holdfast.hosts.ssh import copying
 from holdfast.hosts.ssh.run import HostsJob
+from holdfast.rendezvous.membership import keys
 from tests.unit.test_engine_environment import OPEN_MPI, SLURM
 from tests.unit.test_option_effects import job_of
 
@@ -31,7 +34,7 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options_of(job: HostsJob, host: int, endpoint: str = "10.0.0.1:4321") -> command_line.SimpleNamespace:
     """What the agent of that host reads from its command line."""
-    return command_line.read(job.job.agent_command(*job.engine_options(host, endpoint))[4:])
+    return command_line.read(job.job.agent_arguments(*job.engine_options(host, endpoint))[1:])
 
 
 def test_each_agent_gets_the_users_options_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +59,7 @@ def test_each_agent_gets_the_users_options_and_its_own(monkeypatch: pytest.Monke
 def test_the_token_is_fresh_or_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (job_of(["--hosts=a"], monkeypatch).token for _ in range(2))
     assert first != second
-    assert len(first) == 64
+    assert keys.is_made(first.encode())
     monkeypatch.setenv("HOLDFAST_TOKEN", "the word of the day\n")
     assert job_of(["--hosts=a"], monkeypatch).token == "the word of the day"
 
@@ -119,6 +122,20 @@ def test_variables_may_be_given_one_by_one_and_contain_commas(monkeypatch: pytes
     job = job_of(["--hosts=a", "--env", "A=1,,2,HERE", "--env=B="], monkeypatch)
     assert job.job.environment == (("A", "1,2"), ("HERE", "x,y"), ("B", ""))
     assert cli.parse_args(["--env=A", "--env", "B=1", "x.py"]).env == ["A", "B=1"]
+
+
+def test_a_secret_in_the_command_line_causes_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other users can read it there, and not in the environment."""
+    monkeypatch.setenv("API_KEY", "hush")
+    job_of(["--hosts=a", "--env=API_KEY,NCCL_DEBUG=INFO"], monkeypatch)
+    monkeypatch.setenv("PET_ENV", "API_KEY=hush")
+    job_of(["--hosts=a"], monkeypatch)
+    assert caplog.messages == []
+    job_of(["--hosts=a", "--env=API_KEY=hush"], monkeypatch)
+    reason = "other users of this host can read the value in this command line; export API_KEY, and give --env API_KEY"
+    assert caplog.messages == [f"--env API_KEY=...: {reason}"]
 
 
 @pytest.mark.parametrize(
@@ -229,6 +246,42 @@ def test_a_copy_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(copying, "MOST_BYTES", 99)
     with pytest.raises(UserError, match="has more than 20000 files or 0 MiB; copy it to the hosts by other means"):
         job_of(["--hosts=a", "--copy=directory"], monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["{}", "{}/x"])
+def test_a_tree_is_not_listed_beyond_the_bound(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(100):
+        path = tmp_path / "tree" / name.format(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    seen = []
+    scan = os.scandir
+
+    @contextlib.contextmanager
+    def watched(path: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scan(path) as entries:
+            yield (seen.append(entry.path) or entry for entry in entries)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(copying, "MOST_FILES", 10)
+    monkeypatch.setattr(os, "scandir", watched)
+    with pytest.raises(UserError, match="has more than 10 files or 256 MiB; copy it to the hosts by other means"):
+        copying.pack("directory", "", str(tmp_path / "tree"))
+    assert len(seen) <= 10 + 1 + len(copying.LEFT_OUT)
+
+
+def test_a_copy_is_unpacked_by_every_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.11.0 to 3.11.3 have no filters."""
+    extract = tarfile.TarFile.extractall
+    monkeypatch.delattr(tarfile, "tar_filter")
+    monkeypatch.setattr(tarfile.TarFile, "extractall", lambda archive, path: extract(archive, path, filter="tar"))
+    keeper = copying.Keeper()
+    try:
+        archive = copying.pack("script", "x.py", str(tmp_path))
+        archive.file.seek(0)
+        keeper.unpack(archive.file)
+        assert os.listdir(keeper.directory) == ["x.py"]
+    finally:
+        keeper.close()
 
 
 def test_what_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from holdfast.errors import HostError, InternalError, UserError
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, Std
 from holdfast.rendezvous.api import RendezvousTimeoutError
-from holdfast.signals import SignalException
+from holdfast.signals import RunClosed, SignalException
 
 HOLDFAST = [sys.executable, "-m", "holdfast"]
 UUID4 = re.compile(r"[0-9a-f]{12}4[0-9a-f]{3}[89ab][0-9a-f]{15}")
@@ -356,6 +356,8 @@ BAD_INPUT = [
         "--restart-window=0",
         "--restart-window 0: no restart would count, and the workers be restarted for ever",
     ),
+    ("--loss-window=0", "--loss-window 0: no restart after a lost node would count, and they would never end"),
+    ("--loss-limit=-1", "--loss-limit -1 is negative"),
     ("--monitor-interval=0", "--monitor-interval 0 is not a time above 0"),
     ("--monitor-interval=-0.5", "--monitor-interval -0.5 is not a time above 0"),
     ("--monitor-interval=nan", "--monitor-interval nan is not a time above 0"),
@@ -450,6 +452,23 @@ def test_a_logs_specs_that_is_not_installed(capsys: pytest.CaptureFixture[str]) 
     assert re.fullmatch(line, capsys.readouterr().err)
 
 
+def test_the_directory_of_an_events_file() -> None:
+    """It is made within the log directory, where the logs make theirs, and nowhere else."""
+    config("--log-dir=logs", "--events-file=logs/a/events.jsonl")
+    assert Path("logs/a").is_dir()
+    for name in ("other/events.jsonl", "logs2/events.jsonl"):
+        with pytest.raises(UserError, match="there is no directory"):
+            config("--log-dir=logs", f"--events-file={name}")
+
+
+def test_a_dashboard_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before the run starts; in a run of several nodes perhaps another one serves it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(HostError, match=r"--dashboard: the package uvicorn is missing: pip install 'holdfast\[dash"):
+        config("--dashboard")
+    config("--dashboard", "--nnodes=2", "--rdzv-endpoint=localhost")
+
+
 def test_a_log_dir_that_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.command(["--log-dir=x.py", "x.py"]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -501,6 +520,15 @@ def test_variables_that_ask_for_what_is_not_there(
     assert cli.command(["x.py"]) == 2
     assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
     assert os.listdir(tmp_path / "tmp") == []
+
+
+def test_a_variable_with_the_value_of_another_option_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PET_ROLE", "gpu2")
+    Path("x.py").touch()
+    assert cli.command(["--nnodes", "gpu2", "x.py"]) == 2
+    assert capsys.readouterr().err.endswith("error: --nnodes 'gpu2' is neither a number nor MIN:MAX\n")
 
 
 def check(*tokens: str, nproc: int = 1) -> None:
@@ -630,6 +658,7 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
         (SignalException("got it", signal.SIGTERM), 143, "holdfast: stopped by SIGTERM"),
         (SignalException("got it", signal.SIGINT), 130, "holdfast: stopped by SIGINT"),
         (KeyboardInterrupt(), 130, "holdfast: stopped by SIGINT"),
+        (RunClosed("enough"), 94, "holdfast: the run was closed: enough"),
     ],
 )
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
@@ -662,17 +691,16 @@ def test_our_own_faults(error: Exception, monkeypatch: pytest.MonkeyPatch, capsy
     assert lines[-1] == "holdfast: internal error; please report it with the lines above"
 
 
-@pytest.mark.parametrize("method", ["run", "_invoke_run"])
+@pytest.mark.parametrize(("place", "method"), [("local.LocalElasticAgent", "run"), ("loop.AgentLoop", "_drive")])
 def test_a_value_error_of_a_running_agent_is_a_fault(
-    method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: str, method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever module it comes from."""
-    from holdfast.agent import local
 
     def explode(*_: object, **__: object) -> None:
         raise ValueError("deep inside")
 
-    monkeypatch.setattr(local.LocalElasticAgent, method, explode)
+    monkeypatch.setattr(f"holdfast.agent.{place}.{method}", explode)
     assert cli.command(["x.py"]) == 1
     assert "internal error; please report" in capsys.readouterr().err
 

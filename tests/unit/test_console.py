@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import pty
@@ -9,12 +10,13 @@ import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
 from holdfast import escape, log_lines
-from holdfast.cli import console
+from holdfast.cli import bundle, console
 from tests import support
 
 LOGGER = logging.getLogger("holdfast")
@@ -141,7 +143,7 @@ def test_error_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 SPEAK = """
 import logging, sys
-from holdfast.cli import console
+from holdfast.cli import bundle, console
 console.set_up()
 log = logging.getLogger("holdfast.x")
 log.info("calm"); log.warning("careful"); log.error("bad")
@@ -265,7 +267,7 @@ def test_width(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_signal_ends_a_command_at_once_and_through_its_finally_blocks(name: str) -> None:
     program = f"""
 import signal, sys
-from holdfast.cli import console
+from holdfast.cli import bundle, console
 def work():
     try:
         signal.raise_signal(signal.{name})
@@ -278,3 +280,27 @@ sys.exit(console.show("holdfast x", work))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.Signals[name], "cleaned up\n", "")
+
+
+def test_an_error_of_the_system_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(error: OSError) -> str:
+        def fail() -> str:
+            raise error
+
+        assert console.show("holdfast x", fail) == 1
+        return capsys.readouterr().err
+
+    assert shown(OSError(errno.ENOSPC, "No space left on device", "/a")) == (
+        "holdfast x: error: /a: No space left on device\n"
+    )
+    assert shown(TimeoutError("too late")) == "holdfast x: error: too late\n"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "the working directory cannot be used (No such file" in shown(FileNotFoundError(errno.ENOENT, "No such"))
+    (tmp_path / "attempt_0").mkdir()
+    assert bundle.main(["--log-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("holdfast bundle: error: the working directory cannot be used (No such")

@@ -72,7 +72,7 @@ def build(root: Path, cpus: list[Cpu], extra_nodes: dict[int, str] | None = None
     return Machine(root, frozenset(range(len(cpus))))
 
 
-def add_device(machine: Machine, address: str, node: int, vendor: str = NVIDIA, kind: str = "0x030200") -> None:
+def add_device(machine: Machine, address: str, node: int, vendor: str, kind: str) -> None:
     home = machine.root / f"sys/bus/pci/devices/{address}"
     home.mkdir(parents=True)
     (home / "vendor").write_text(f"{vendor}\n")
@@ -131,106 +131,91 @@ def test_without_devices_workers_are_spread(workers: int, nodes: list[int], two_
     assert two_sockets.all_cpus(NODE, workers) == [span(4 * node, 4 * node + 3) for node in nodes]
 
 
+def on(*nodes: int) -> dict[str, tuple[int, str, str]]:
+    """GPUs in the order of their addresses, by their NUMA nodes."""
+    return {f"0000:{index:02x}:00.0": (node, NVIDIA, "0x030200") for index, node in enumerate(nodes)}
+
+
+def of(*nodes: int) -> list[list[int]]:
+    """All CPUs of these NUMA nodes of `two_sockets`."""
+    return [span(4 * node, 4 * node + 3) for node in nodes]
+
+
+SCATTERED = {
+    "10000:01:00.0": (0, NVIDIA, "0x030200"),
+    "0000:a1:00.0": (3, AMD, "0x038000"),
+    "0000:1b:00.0": (2, NVIDIA, "0x030000"),
+    "0000:02:00.0": (1, OTHER, "0x030000"),
+    "0000:03:00.0": (1, NVIDIA, "0x068000"),
+}
+EVERYWHERE = on(0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("machine", "devices", "allowed", "mode", "shown", "expected"),
+    [
+        # Devices, in the order of their addresses; one does not say where it is.
+        ("two_sockets", SCATTERED, None, NODE, None, of(2, 3, 0)),
+        ("two_sockets", on(-1), None, NODE, None, of(0)),
+        ("two_sockets", on(1), {0, 5, 6, 9}, NODE, None, [[5, 6]]),
+        # Those that are visible. Without any, workers are spread as if there were no devices.
+        ("two_sockets", EVERYWHERE, None, NODE, "3,1", of(3, 1)),
+        ("two_sockets", EVERYWHERE, None, NODE, "0, 2 ,-1", of(0, 2)),
+        ("two_sockets", EVERYWHERE, None, NODE, "", of(0, 2)),
+        ("two_sockets", EVERYWHERE, None, NODE, "-1", of(0, 2)),
+        ("two_sockets", EVERYWHERE, None, NODE, "1,9,2", [*of(1), "local rank 1 has no device of its own: 1 visible"]),
+        ("two_sockets", on(0), None, NODE, "GPU-12", ["CUDA_VISIBLE_DEVICES=GPU-12 names devices by something else"]),
+        ("two_sockets", {}, None, NODE, "GPU-12", of(0)),
+        ("two_sockets", {}, None, SOCKET, None, [span(0, 7), span(0, 7), span(8, 15), span(8, 15)]),
+        ("two_sockets", {}, {1, 6, 14}, SOCKET, None, [[1, 6], [1, 6], [14]]),
+        # Whole cores, divided among the workers of the same node.
+        ("threads", {}, None, EXCLUSIVE, None, [span(0, 9)]),
+        ("threads", {}, None, EXCLUSIVE, None, [[0, 1, 2, 5, 6, 7], [3, 4, 8, 9]]),
+        ("threads", {}, None, EXCLUSIVE, None, [[0, 1, 5, 6], [2, 3, 7, 8], [4, 9]]),
+        ("threads", {}, None, EXCLUSIVE, None, [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]),
+        (
+            "threads",
+            {},
+            None,
+            EXCLUSIVE,
+            None,
+            ["NUMA node 0 has 5 usable cores for 6 workers; exclusive needs one"] * 6,
+        ),
+        ("threads", {}, {0, 1, 6, 9}, EXCLUSIVE, None, [[0], [1, 6], [9]]),
+        ("two_sockets", on(0, 2, 0, 2, 0), None, EXCLUSIVE, None, [[0, 1], [8, 9], [2], [10, 11], [3]]),
+        ("two_sockets", on(0, 2, 0, 2, 0), None, EXCLUSIVE, None, of(0, 2)),
+        # CPUs with a common cache, in turn, the largest group first.
+        ("two_sockets", on(1, 1, 1), None, CORE_COMPLEX, None, [[4, 5], [6, 7], [4, 5]]),
+        ("two_sockets", {}, {0, 2, 3}, CORE_COMPLEX, None, [[2, 3], [0]]),
+    ],
+)
+def test_choices(
+    machine: str,
+    devices: dict[str, tuple[int, str, str]],
+    allowed: set[int] | None,
+    mode: AffinityMode,
+    shown: str | None,
+    expected: list[list[int] | str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """Each entry has the CPUs of a worker, or why it gets none."""
+    made: Machine = request.getfixturevalue(machine)
+    made.allowed = frozenset(made.allowed if allowed is None else allowed)
+    for address, device in devices.items():
+        add_device(made, address, *device)
+    environ = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    for rank, wanted in enumerate(expected):
+        if isinstance(wanted, str):
+            with pytest.raises(HostError, match=wanted):
+                made.cpus(mode, rank, len(expected), **environ)
+        else:
+            assert made.cpus(mode, rank, len(expected), **environ) == wanted
+
+
 def test_nodes_without_usable_cpus_do_not_count(tmp_path: Path) -> None:
     machine = build(tmp_path, [Cpu(0, 0, "0"), Cpu(1, 0, "1"), Cpu(2, 1, "2")], extra_nodes={7: ""})
     machine.allowed = frozenset({0, 2})
     assert machine.all_cpus(NODE, 2) == [[0], [2]]
-
-
-def test_device_nodes_in_the_order_of_addresses(two_sockets: Machine) -> None:
-    add_device(two_sockets, "10000:01:00.0", 0)
-    add_device(two_sockets, "0000:a1:00.0", 3, vendor=AMD, kind="0x038000")
-    add_device(two_sockets, "0000:1b:00.0", 2, kind="0x030000")
-    add_device(two_sockets, "0000:02:00.0", 1, vendor=OTHER, kind="0x030000")
-    add_device(two_sockets, "0000:03:00.0", 1, kind="0x068000")
-    assert two_sockets.all_cpus(NODE, 3) == [span(8, 11), span(12, 15), span(0, 3)]
-
-
-def test_a_device_that_does_not_say_where_it_is(two_sockets: Machine) -> None:
-    add_device(two_sockets, "0000:01:00.0", -1)
-    assert two_sockets.cpus(NODE, 0, 1) == span(0, 3)
-
-
-@pytest.mark.parametrize(
-    ("shown", "nodes"),
-    [
-        ("3,1", [3, 1]),
-        ("0, 2 ,-1", [0, 2]),
-        ("", [0, 2]),
-        ("-1", [0, 2]),
-    ],
-)
-def test_visible_devices(shown: str, nodes: list[int], two_sockets: Machine) -> None:
-    """With nothing visible the two workers are spread as if there were no devices."""
-    for node in range(4):
-        add_device(two_sockets, f"0000:0{node + 1}:00.0", node)
-    expected = [span(4 * node, 4 * node + 3) for node in nodes]
-    assert two_sockets.all_cpus(NODE, 2, CUDA_VISIBLE_DEVICES=shown) == expected
-
-
-def test_an_index_that_is_not_there_ends_the_list(two_sockets: Machine) -> None:
-    for node in range(4):
-        add_device(two_sockets, f"0000:0{node + 1}:00.0", node)
-    assert two_sockets.cpus(NODE, 0, 2, CUDA_VISIBLE_DEVICES="1,9,2") == span(4, 7)
-    with pytest.raises(HostError, match="local rank 1 has no device of its own: 1 visible"):
-        two_sockets.cpus(NODE, 1, 2, CUDA_VISIBLE_DEVICES="1,9,2")
-
-
-def test_devices_by_uuid(two_sockets: Machine) -> None:
-    add_device(two_sockets, "0000:01:00.0", 0)
-    with pytest.raises(HostError, match="CUDA_VISIBLE_DEVICES=GPU-12 names devices by something else"):
-        two_sockets.cpus(NODE, 0, 1, CUDA_VISIBLE_DEVICES="GPU-12")
-
-
-def test_a_variable_about_devices_that_are_not_there(two_sockets: Machine) -> None:
-    assert two_sockets.cpus(NODE, 0, 1, CUDA_VISIBLE_DEVICES="GPU-12") == span(0, 3)
-
-
-def test_node_within_what_is_allowed(two_sockets: Machine) -> None:
-    add_device(two_sockets, "0000:01:00.0", 1)
-    two_sockets.allowed = frozenset({0, 5, 6, 9})
-    assert two_sockets.cpus(NODE, 0, 1) == [5, 6]
-
-
-def test_socket(two_sockets: Machine) -> None:
-    assert two_sockets.all_cpus(SOCKET, 4) == [span(0, 7), span(0, 7), span(8, 15), span(8, 15)]
-    two_sockets.allowed = frozenset({1, 6, 14})
-    assert two_sockets.all_cpus(SOCKET, 3) == [[1, 6], [1, 6], [14]]
-
-
-def test_exclusive_divides_whole_cores(threads: Machine) -> None:
-    assert threads.all_cpus(EXCLUSIVE, 1) == [span(0, 9)]
-    assert threads.all_cpus(EXCLUSIVE, 2) == [[0, 1, 2, 5, 6, 7], [3, 4, 8, 9]]
-    assert threads.all_cpus(EXCLUSIVE, 3) == [[0, 1, 5, 6], [2, 3, 7, 8], [4, 9]]
-    assert threads.all_cpus(EXCLUSIVE, 5) == [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]
-
-
-def test_exclusive_within_what_is_allowed(threads: Machine) -> None:
-    threads.allowed = frozenset({0, 1, 6, 9})
-    assert threads.all_cpus(EXCLUSIVE, 3) == [[0], [1, 6], [9]]
-
-
-def test_exclusive_counts_the_workers_of_the_same_node(two_sockets: Machine) -> None:
-    for index, node in enumerate([0, 2, 0, 2, 0]):
-        add_device(two_sockets, f"0000:0{index}:00.0", node)
-    assert two_sockets.all_cpus(EXCLUSIVE, 5) == [[0, 1], [8, 9], [2], [10, 11], [3]]
-    assert two_sockets.all_cpus(EXCLUSIVE, 2) == [span(0, 3), span(8, 11)]
-
-
-def test_exclusive_with_too_few_cores(threads: Machine) -> None:
-    with pytest.raises(HostError, match="NUMA node 0 has 5 usable cores for 6 workers; exclusive needs one each"):
-        threads.cpus(EXCLUSIVE, 0, 6)
-
-
-def test_core_complex_in_turn(two_sockets: Machine) -> None:
-    for index in range(3):
-        add_device(two_sockets, f"0000:0{index}:00.0", 1)
-    assert two_sockets.all_cpus(CORE_COMPLEX, 3) == [[4, 5], [6, 7], [4, 5]]
-
-
-def test_core_complex_largest_first(two_sockets: Machine) -> None:
-    two_sockets.allowed = frozenset({0, 2, 3})
-    assert two_sockets.all_cpus(CORE_COMPLEX, 2) == [[2, 3], [0]]
 
 
 def test_core_complex_does_not_look_at_instruction_caches(tmp_path: Path) -> None:
@@ -245,7 +230,7 @@ def without_nodes(machine: Machine) -> None:
 
 
 def device_elsewhere(machine: Machine) -> None:
-    add_device(machine, "0000:01:00.0", 3)
+    add_device(machine, "0000:01:00.0", 3, NVIDIA, "0x030200")
     machine.allowed = frozenset({0})
 
 

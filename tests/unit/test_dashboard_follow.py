@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent import inspection
-from holdfast.agent.inspection import CHUNK_BYTES
 from holdfast.cli.dashboard.follow import Follower
+from holdfast.process.output import log_files
+from holdfast.process.output.log_files import CHUNK_BYTES
 
 
 def read(follower: Follower, *paths: Path) -> dict[str, Any]:
     """One path for each attempt."""
     attempt = len(paths) - 1 if follower.attempt is None else follower.attempt
-    return follower.take({**inspection.read_piece(str(paths[attempt]), follower.offset), "attempt": attempt})
+    return follower.take({**log_files.read_piece(str(paths[attempt]), follower.offset), "attempt": attempt})
 
 
 def test_what_is_there_and_what_comes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A script is a list of (time, event, commands). The lease is 5 s, taken at 100: i
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.rendezvous.etcd.election import (
     Acknowledge,
+    Candidacy,
     Leader,
     MemoryChanged,
     Office,
@@ -26,6 +28,8 @@ from holdfast.rendezvous.etcd.election import (
     Write,
     WriteAnswered,
     WriteFailed,
+    WriteRefused,
+    wait_s,
 )
 from holdfast.rendezvous.membership.model import Memory
 
@@ -43,6 +47,7 @@ def write(before: Leader, after: Leader, memory: Memory | None = None) -> Write:
 
 
 LOST = Resign("etcd has lost its key")
+REFUSED = Resign("etcd refuses what the run must not forget: no space", is_refused=True)
 LATE = Resign("etcd did not renew its lease in time")
 W1 = write(L0, L1, FIRST)
 WRITING: Script = [(100.0, MemoryChanged(FIRST), [W1])]
@@ -117,6 +122,12 @@ SCRIPTS: dict[str, Script] = {
         (100.2, WriteAnswered(L1), []),
     ],
     "etcd has lost the key": [*WRITING, (100.1, WriteAnswered(None), [LOST])],
+    "a write that etcd refuses for good ends its time": [
+        *WRITING,
+        (100.1, WriteRefused("no space"), [REFUSED]),
+        (100.2, TIME, []),
+        (100.3, MemoryChanged(SECOND), []),
+    ],
     "the token decides, not the term": [
         *WRITING,
         (100.1, WriteAnswered(replace(L1, token="x")), [Resign("another one, of term 7, is in office")]),
@@ -261,3 +272,45 @@ def test_what_is_acknowledged_is_written_and_stays(moves: list[str]) -> None:
                 keys.leader, keys.memory = OTHER, Memory(last_round=10**6)
         assert (keys.memory or Memory()).last_round >= written, "a late write changes nothing"
         assert keys.leader != OTHER or keys.memory == Memory(last_round=10**6)
+
+
+# Who campaigns, and when.
+
+
+@pytest.mark.parametrize("count", [2, 8, 64, 1000, 10_000])
+def test_few_nodes_campaign_before_a_coordinator_is_in_office(count: int) -> None:
+    """That takes 50 ms, say. However few of the nodes are left, one of them begins within a second."""
+    random = Random(count)
+    waits = [sorted(wait_s(count, random.random()) for _ in range(count)) for _ in range(100)]
+    early = [sum(each < drawn[0] + 0.05 for each in drawn) for drawn in waits]
+    assert sum(early) / len(early) < 4
+    assert max(drawn[0] for drawn in waits) < 0.4
+    assert max(drawn[-1] for drawn in waits) <= min(1.0, 0.1 * count)
+
+
+def test_a_node_alone_does_not_wait() -> None:
+    assert [wait_s(1, draw) for draw in (0.0, 0.5, 1.0)] == [0.0] * 3
+
+
+def test_the_turn_of_a_vacancy_is_drawn_once() -> None:
+    candidacy = Candidacy()
+    turn_at = candidacy.turn_at(1000, 0.9, 100.0)
+    assert 100.9 < turn_at < 101.0
+    assert candidacy.turn_at(1000, 0.1, 100.5) == turn_at
+    candidacy.settle()
+    assert candidacy.turn_at(1000, 0.0001, 200.0) == 200.0
+
+
+def test_a_node_that_etcd_refuses_waits_longer_each_time() -> None:
+    """Nodes that hear of it at the same time do not come back at the same time. A refusal of long ago is forgotten."""
+    candidacy, now, pauses = Candidacy(), 100.0, []
+    for _ in range(6):
+        candidacy.refused(now)
+        turn_at = candidacy.turn_at(1, 1.0, now)
+        pauses.append(turn_at - now)
+        now = turn_at
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    candidacy.refused(now)
+    assert candidacy.turn_at(1 << 20, 1.0, now) == now + 11.0
+    candidacy.refused(now + 60)
+    assert candidacy.turn_at(1, 1.0, now + 60) == now + 61

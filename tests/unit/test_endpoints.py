@@ -1,4 +1,4 @@
-"""Reading endpoints and settings, and holding ports."""
+"""Reading endpoints, and holding ports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from holdfast.rendezvous.endpoints import (
     HeldPort,
     bind_port,
     parse_http_address,
-    parse_rendezvous_config,
     parse_rendezvous_endpoint,
-    try_parse_port,
 )
+
+PORT = "port {!r} is not a number from 0 to 65535"
+HOST = "{!r} is not a host name or an IP address"
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,8 @@ from holdfast.rendezvous.endpoints import (
         ("1.2.3.4", ("1.2.3.4", 77)),
         ("1.2.3.4:5", ("1.2.3.4", 5)),
         ("bücher.example:5", ("bücher.example", 5)),
+        (f"{'a' * 63}:1", ("a" * 63, 1)),
+        ("example.:1", ("example.", 1)),
         ("[::1]", ("::1", 77)),
         ("[::1]:80", ("::1", 80)),
         ("[2001:db8::7348]:1234", ("2001:db8::7348", 1234)),
@@ -45,10 +48,50 @@ from holdfast.rendezvous.endpoints import (
         # Without brackets the last colon decides, even where a person would read an address.
         ("::1", (":", 1)),
         ("fd00::1", ("fd00:", 1)),
+        ("host:", PORT.format("")),
+        (":", PORT.format("")),
+        ("[::1]:", PORT.format("")),
+        ("host:65536", PORT.format("65536")),
+        ("host:99999", PORT.format("99999")),
+        ("host:000080", PORT.format("000080")),
+        ("host:+1", PORT.format("+1")),
+        ("host:-1", PORT.format("-1")),
+        ("host:1_0", PORT.format("1_0")),
+        ("host: 1", PORT.format(" 1")),
+        ("host:\u0661", PORT.format("\u0661")),
+        ("host:name", PORT.format("name")),
+        ("[::1]80", PORT.format("1]80")),
+        ("::1]", PORT.format("1]")),
+        ("[::1]:99999", PORT.format("99999")),
+        (":29500", HOST.format("")),
+        ("[]", HOST.format("[]")),
+        ("[]:80", HOST.format("[]")),
+        ("[::1", HOST.format("[:")),
+        ("[[::1]]:80", HOST.format("[[::1]]")),
+        ("x[::1]:80", HOST.format("x[::1]")),
+        ("[a]b", HOST.format("[a]b")),
+        ("[a]:1]", HOST.format("[a]:1]")),
+        ("a b:1", HOST.format("a b")),
+        ("host :1", HOST.format("host ")),
+        ("host\n:1", HOST.format("host\n")),
+        ("a/b:1", HOST.format("a/b")),
+        ("/tmp/file", HOST.format("/tmp/file")),
+        ("http://host:1", HOST.format("http://host")),
+        ("[fe80::1%eth0]:80", HOST.format("[fe80::1%eth0]")),
+        ("host..example:1", HOST.format("host..example")),
+        (f"{'a' * 64}.example:1", HOST.format(f"{'a' * 64}.example")),
+        (f"{'ä' * 64}.example:1", HOST.format(f"{'ä' * 64}.example")),
+        (".example:1", HOST.format(".example")),
     ],
 )
-def test_endpoint(endpoint: str | None, expected: tuple[str, int]) -> None:
-    assert parse_rendezvous_endpoint(endpoint, 77) == expected
+def test_endpoint(endpoint: str | None, expected: tuple[str, int] | str) -> None:
+    if isinstance(expected, tuple):
+        assert parse_rendezvous_endpoint(endpoint, 77) == expected
+        return
+    with pytest.raises(ValueError) as caught:
+        parse_rendezvous_endpoint(endpoint, 77)
+    assert str(caught.value) == f"rendezvous endpoint {endpoint!r}: {expected}"
+    assert isinstance(caught.value, HoldfastError)
 
 
 @pytest.mark.parametrize(
@@ -60,16 +103,14 @@ def test_endpoint(endpoint: str | None, expected: tuple[str, int]) -> None:
         ("node1:9400", ("node1", 9400)),
         ("[::1]:9400", ("::1", 9400)),
         ("0.0.0.0:9400", ("0.0.0.0", 9400)),
+        *((text, None) for text in ("", "x", "node1", "node1:", "node1:x", "1:65536")),
+        *((text, None) for text in ("::1", "::1:9400", "a/b:1", "a..b:1")),
     ],
-)
-def test_http_address(text: str, expected: tuple[str, int]) -> None:
-    assert parse_http_address(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["", "x", "node1", "node1:", "node1:x", "1:65536", "::1", "::1:9400", "a/b:1", "a..b:1"]
-)
-def test_bad_http_address(text: str) -> None:
+)  # fmt: skip
+def test_http_address(text: str, expected: tuple[str, int] | None) -> None:
+    if expected is not None:
+        assert parse_http_address(text) == expected
+        return
     with pytest.raises(UserError, match=re.escape(repr(text))):
         parse_http_address(text)
 
@@ -78,117 +119,6 @@ def test_a_name_that_does_not_resolve() -> None:
     error = socket.gaierror(-2, "Name or service not known")
     assert endpoints.unresolved("nowhere", error) == "the name 'nowhere' does not resolve (Name or service not known)"
     assert endpoints.unresolved(":", error).endswith("; an IPv6 address is written in brackets, as in [::1]:29400")
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "port"),
-    [
-        ("host:", ""),
-        (":", ""),
-        ("[::1]:", ""),
-        ("host:65536", "65536"),
-        ("host:99999", "99999"),
-        ("host:000080", "000080"),
-        ("host:+1", "+1"),
-        ("host:-1", "-1"),
-        ("host:1_0", "1_0"),
-        ("host: 1", " 1"),
-        ("host:\u0661", "\u0661"),
-        ("host:name", "name"),
-        ("[::1]80", "1]80"),
-        ("::1]", "1]"),
-        ("[::1]:99999", "99999"),
-    ],
-)
-def test_endpoint_with_a_bad_port(endpoint: str, port: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        parse_rendezvous_endpoint(endpoint, 77)
-    assert str(caught.value) == (f"rendezvous endpoint {endpoint!r}: port {port!r} is not a number from 0 to 65535")
-    assert isinstance(caught.value, HoldfastError)
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "host"),
-    [
-        (":29500", ""),
-        ("[]", "[]"),
-        ("[]:80", "[]"),
-        ("[::1", "[:"),
-        ("[[::1]]:80", "[[::1]]"),
-        ("x[::1]:80", "x[::1]"),
-        ("[a]b", "[a]b"),
-        ("[a]:1]", "[a]:1]"),
-        ("a b:1", "a b"),
-        ("host :1", "host "),
-        ("host\n:1", "host\n"),
-        ("a/b:1", "a/b"),
-        ("/tmp/file", "/tmp/file"),
-        ("http://host:1", "http://host"),
-        ("[fe80::1%eth0]:80", "[fe80::1%eth0]"),
-        ("host..example:1", "host..example"),
-        (f"{'a' * 64}.example:1", f"{'a' * 64}.example"),
-        (f"{'ä' * 64}.example:1", f"{'ä' * 64}.example"),
-        (".example:1", ".example"),
-    ],
-)
-def test_endpoint_with_a_bad_host(endpoint: str, host: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        parse_rendezvous_endpoint(endpoint, 77)
-    assert str(caught.value) == (f"rendezvous endpoint {endpoint!r}: {host!r} is not a host name or an IP address")
-
-
-@pytest.mark.parametrize("host", ["a" * 63, "example.", "bücher.example"])
-def test_names_that_can_be_looked_up(host: str) -> None:
-    assert parse_rendezvous_endpoint(f"{host}:1", 77) == (host, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("0", 0), ("65535", 65535), ("65536", None), ("123456", None), ("", None), ("-1", None), ("1\n", None)],
-)
-def test_try_parse_port(text: str, expected: int | None) -> None:
-    assert try_parse_port(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", {}),
-        ("  ", {}),
-        ("a=1", {"a": "1"}),
-        ("a=1,b=2", {"a": "1", "b": "2"}),
-        (" a = 1 , b = 2 ", {"a": "1", "b": "2"}),
-        ("a=1,a=2", {"a": "2"}),
-        ("a=b=c", {"a": "b=c"}),
-        ("a==", {"a": "="}),
-        ("a b=1", {"a b": "1"}),
-    ],
-)
-def test_settings(text: str, expected: dict[str, str]) -> None:
-    assert parse_rendezvous_config(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("a", "'a' has no value"),
-        ("a=", "'a' has no value"),
-        ("a= ", "'a' has no value"),
-        ("b=1,a", "'a' has no value"),
-        ("=1", "'=1' has no key"),
-        ("=", "'=' has no key"),
-        (",", "'' has no key"),
-        ("a=1,", "'' has no key"),
-        ("a=1,,b=2", "'' has no key"),
-        ("run_id=x", "'run_id' is not a setting"),
-        ("a=1, backend = x", "'backend' is not a setting"),
-    ],
-)
-def test_settings_refused(text: str, reason: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        parse_rendezvous_config(text)
-    assert str(caught.value).startswith(f"rendezvous settings {text!r}: {reason}")
-    assert isinstance(caught.value, HoldfastError)
 
 
 def has_ipv6_loopback() -> bool:
@@ -230,6 +160,29 @@ def test_a_held_port_is_handed_out_to_nobody_else() -> None:
     for one in held:
         one.close()
     assert len(ports) == 201
+
+
+@pytest.mark.parametrize(("host", "everywhere"), [("127.0.0.1", "0.0.0.0"), ("127.0.0.1", "127.0.0.1")])
+def test_a_held_port_is_held_at_all_addresses(host: str, everywhere: str) -> None:
+    """Torch listens on every address: no other process may have the port at another one."""
+    port = HeldPort()
+    port.renew(host)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.2", port.number))
+    with socket.create_server((everywhere, port.number)):
+        pass
+    port.release()
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", 0))
+
+
+def test_a_port_that_is_taken_at_another_address_is_passed_over(kernel: Kernel) -> None:
+    port, kernel.order = HeldPort(), [0, 1]
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", kernel.numbers[0]))
+        port.renew("127.0.0.1")
+    assert port.number == kernel.numbers[1]
+    port.release()
 
 
 class Kernel:

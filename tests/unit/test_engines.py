@@ -93,7 +93,7 @@ def test_a_job_has_the_options_as_typed_and_in_full() -> None:
     assert job.program == ("train", "--lr", "0.1")
     assert (job.directory, job.python) == (os.getcwd(), sys.executable)
     assert settings == {"detach": False, "queue": "main", "dry": False, "colour": None}
-    read = command_line.read(job.agent_command()[4:])
+    read = command_line.read(job.agent_arguments()[1:])
     assert (read.max_restarts, read.tee, read.module, read.training_script) == (3, "3", True, "train")
 
 
@@ -149,6 +149,21 @@ def test_options_that_the_engine_decides(capsys: pytest.CaptureFixture[str], opt
     flag = option.partition("=")[0]
     assert line == f"holdfast submit: error: {flag}: both decides that itself; leave the option out"
     assert submit.render(["paper", option, "x.py"]) == 0
+
+
+@pytest.mark.parametrize("engine", ["kubernetes", "paper", "slurm"])
+@pytest.mark.parametrize("option", ["--hosts=a,b", "--copy=script", "--env=A=1", "--hostfile=x", "--ssh=x"])
+def test_options_of_hosts_by_ssh(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str, option: str
+) -> None:
+    """Each node of the engine would start agents on all the hosts."""
+    flag, _, value = option.partition("=")
+    reason = f"is for hosts that `holdfast run --hosts` reaches by ssh, and {engine} starts the agents itself"
+    expected = f"holdfast render: error: {{}} {reason}; leave it out"
+    assert refusal(capsys, submit.render, engine, option, "x.py") == expected.format(flag)
+    variable = f"PET_{flag[2:].upper()}"
+    monkeypatch.setenv(variable, value)
+    assert refusal(capsys, submit.render, engine, "x.py") == expected.format(variable)
 
 
 @pytest.mark.parametrize(

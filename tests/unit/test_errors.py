@@ -17,12 +17,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.failures.report import Evidence
+from holdfast.failures.records import Evidence, Failure
+from holdfast.frozen import fields_of
 from holdfast.process.errors import (
     ChildFailedError,
     ErrorHandler,
     ProcessFailure,
     get_error_handler,
+    mention_finished,
+    read_error,
     record,
 )
 from holdfast.process.output import logs
@@ -35,6 +38,8 @@ NESTED: dict[str, Any] = {
         "extraInfo": {"py_callstack": CALLSTACK, "timestamp": "1700000000"},
     }
 }
+STAMP = 1700000000
+RAISED: dict[str, Any] = {"message": "ValueError: boom", "traceback": CALLSTACK}
 
 
 def error_file(directory: Path, content: object, name: str = "error.json") -> str:
@@ -43,7 +48,43 @@ def error_file(directory: Path, content: object, name: str = "error.json") -> st
     return str(path)
 
 
+def seen(exitcode: int, path: str = "", order: int | None = None, **evidence: Any) -> ProcessFailure:
+    """A worker of this node whose evidence was sought."""
+    return ProcessFailure(0, 997, exitcode, path, Failure(order=order, timestamp=STAMP, evidence=Evidence(**evidence)))
+
+
+def on_another_node(failure: Failure) -> ProcessFailure:
+    who = (failure.local_rank, failure.pid, failure.exitcode, failure.evidence.error_file)
+    return ProcessFailure(*who, failure)
+
+
 # ProcessFailure
+
+
+CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:35530"
+MENTIONED = "ranks 1, 4 had finished with exit code 0 before that"
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "evidence", "detail"),
+    [
+        (1, {"message": CLOSED}, MENTIONED),
+        (1, {"message": CLOSED, "note": "seen"}, f"seen; {MENTIONED}"),
+        (-6, {"stderr_tail": "Watchdog caught collective operation timeout"}, MENTIONED),
+        (-15, {}, ""),  # A signal blames no peer.
+        (1, {"message": "ValueError: boom"}, ""),
+    ],
+)
+def test_a_failure_that_blames_a_peer_mentions_the_ranks_that_had_finished(
+    exitcode: int, evidence: dict[str, Any], detail: str
+) -> None:
+    failure, earlier = seen(exitcode, **evidence), seen(exitcode, **evidence)
+    ends = {0: (1, False, 5.0), 1: (0, False, 4.0), 2: (0, True, 4.0), 3: (0, False, 6.0), 4: (0, False, None)}
+    mention_finished({0: failure, 5: earlier}, ends)
+    assert failure.evidence.note == (detail or evidence.get("note", ""))
+    assert failure.failure.text.endswith(detail or failure.failure.text)
+    mentioned = failure.evidence.note.replace("ranks 1, 4", "ranks 1, 3, 4")
+    assert earlier.evidence.note == mentioned, "it has raised and not ended yet"
 
 
 def test_the_nested_layout_is_read(tmp_path: Path) -> None:
@@ -53,7 +94,7 @@ def test_the_nested_layout_is_read(tmp_path: Path) -> None:
     assert failure.error_file_data == NESTED
     assert failure.message == NESTED["message"]
     assert failure.timestamp == 1700000000
-    assert failure.facts().text == "ValueError: boom"
+    assert failure.evidence.message == "ValueError: boom"
 
 
 @pytest.mark.parametrize(("stamp", "timestamp"), [({"timestamp": 10}, 10), ({"timestamp": "10"}, 10), ({}, 0)])
@@ -72,7 +113,7 @@ def test_a_signal_without_a_file_is_named(error_file: str) -> None:
     assert failure.message == "Signal 11 (SIGSEGV) received by PID 997"
     assert failure.signal_name() == "SIGSEGV"
     assert before <= failure.timestamp <= int(time.time())
-    assert failure.facts().text == ""
+    assert failure.evidence.message == ""
 
 
 def test_an_unknown_signal_has_no_name() -> None:
@@ -84,7 +125,7 @@ def test_an_unknown_signal_has_no_name() -> None:
 @pytest.mark.parametrize("evidence", [None, Evidence(), Evidence(stderr_tail=" \n"), Evidence(note="x")])
 def test_an_exit_code_without_a_file_or_words_gives_the_hint(evidence: Evidence | None) -> None:
     """Whoever has looked for evidence and found none says so; the hint would not help."""
-    failure = ProcessFailure(0, 997, 1, "") if evidence is None else ProcessFailure(0, 997, 1, "", evidence)
+    failure = ProcessFailure(0, 997, 1, "") if evidence is None else seen(1, **fields_of(evidence))
     assert failure.message == (HINT if evidence is None else "exited with code 1 and no error message")
     assert failure.signal_name() == "<N/A>"
     assert failure.error_file_data == {
@@ -94,22 +135,21 @@ def test_an_exit_code_without_a_file_or_words_gives_the_hint(evidence: Evidence 
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "evidence", "message"),
+    ("failure", "message"),
     [
-        (1, Evidence(stderr_tail="a\n  no such file\n"), "no such file"),
-        (137, Evidence(stderr_tail="a\n", memory="the kernel did it"), "the kernel did it"),
+        (seen(1, stderr_tail="a\n  no such file\n"), "no such file"),
+        (seen(137, stderr_tail="a\n", memory="the kernel did it"), "the kernel did it"),
         (
-            -9,
-            Evidence(memory="the kernel did it"),
+            seen(-9, memory="the kernel did it"),
             "Signal 9 (SIGKILL) received by PID 997: the kernel did it",
         ),
-        (-9, Evidence(stderr_tail="epoch 3\n"), "Signal 9 (SIGKILL) received by PID 997"),
-        (1, Evidence(error=NESTED, stderr_tail="x\n"), NESTED["message"]),
-        (1, Evidence(error={"odd": 1}, stderr_tail="x\n"), "x"),
+        (seen(-9, stderr_tail="epoch 3\n"), "Signal 9 (SIGKILL) received by PID 997"),
+        (seen(1, stderr_tail="x\n", **RAISED), NESTED["message"]),
+        (seen(1, stderr_tail="x\n"), "x"),
     ],
 )
-def test_evidence_takes_the_place_of_the_hint(exitcode: int, evidence: Evidence, message: object) -> None:
-    assert ProcessFailure(0, 997, exitcode, "", evidence).message == message
+def test_evidence_takes_the_place_of_the_hint(failure: ProcessFailure, message: object) -> None:
+    assert failure.message == message
 
 
 JUNK = {
@@ -130,7 +170,6 @@ def test_a_junk_file_is_no_file_but_noted(tmp_path: Path, name: str) -> None:
     failure = ProcessFailure(0, 997, 1, path)
     assert failure.error_file == "<N/A>"
     assert failure.message == HINT
-    assert failure.evidence is not None
     assert failure.evidence.note.startswith(f"its error file {path} is unreadable: ")
     assert "\n" not in failure.evidence.note
     assert path in str(ChildFailedError("job", {0: failure}))
@@ -138,11 +177,9 @@ def test_a_junk_file_is_no_file_but_noted(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", JUNK)
 def test_a_junk_file_gives_way_to_the_evidence(tmp_path: Path, name: str) -> None:
-    evidence = Evidence(error=NESTED, note="it was slow")
-    failure = ProcessFailure(0, 997, 1, error_file(tmp_path, JUNK[name]), evidence)
+    failure = seen(1, error_file(tmp_path, JUNK[name]), note="it was slow", **RAISED)
     assert failure.error_file_data == NESTED
     assert failure.timestamp == 1700000000
-    assert failure.evidence is not None
     assert failure.evidence.note.startswith("it was slow; its error file ")
 
 
@@ -157,7 +194,6 @@ def test_an_oversized_file_is_junk(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate((1 << 20) + 1)
     failure = ProcessFailure(0, 997, 1, str(path))
-    assert failure.evidence is not None
     assert "larger than" in failure.evidence.note
 
 
@@ -192,7 +228,7 @@ def test_an_odd_timestamp_becomes_now(tmp_path: Path, stamp: object) -> None:
     data = {"message": {"message": "E: x", "extraInfo": {"timestamp": stamp}}}
     failure = ProcessFailure(0, 997, 1, error_file(tmp_path, data))
     assert failure.timestamp >= before
-    assert failure.facts().text == "E: x"
+    assert failure.evidence.message == "E: x"
 
 
 def test_failures_share_no_data() -> None:
@@ -220,14 +256,56 @@ def test_an_impossible_time_is_not_available(tmp_path: Path) -> None:
     assert "time      : <N/A>" in str(ChildFailedError("job", {0: failure}))
 
 
+@pytest.mark.parametrize(
+    ("data", "text", "callstack", "timestamp"),
+    [
+        (NESTED, "ValueError: boom", CALLSTACK, 1700000000),
+        ({"message": "E: x", "timestamp": 7}, "E: x", "", 7),
+        ({"message": "E: x", "timestamp": "7"}, "E: x", "", 7),
+        ({"message": "E: x"}, "E: x", "", 0),
+        ({"message": "E: x", "timestamp": 10**30}, "E: x", "", 253_402_300_800),
+        ({"message": "E: x", "timestamp": "soon"}, "E: x", "", None),
+        ({"message": {"message": "E: x"}}, "E: x", "", None),
+        ({"message": {"message": 3, "extraInfo": 4}}, "", "", None),
+        ({"message": {"extraInfo": {"py_callstack": 1, "timestamp": float("inf")}}}, "", "", None),
+        ({"message": {"extraInfo": {"timestamp": float("nan")}}}, "", "", None),
+        ({}, "", "", 0),
+    ],
+)
+def test_both_layouts_of_an_error_file_are_read(
+    data: dict[str, object], text: str, callstack: str, timestamp: int | None
+) -> None:
+    assert read_error(data) == (text, callstack, timestamp)
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        seen(1, stack="Fatal", stderr_tail="last words", note="noted", is_waiting=True, **RAISED),
+        seen(-11, stack="Fatal Python error"),
+        seen(-15, hang="no output for 9 s", stack="in step"),
+    ],
+)
+def test_another_node_shows_what_the_node_itself_shows(here: ProcessFailure) -> None:
+    there = on_another_node(here.failure)
+    assert (there.message, there.timestamp, there.failure) == (here.message, here.timestamp, here.failure)
+    assert str(ChildFailedError("t.py", {0: there})) == str(ChildFailedError("t.py", {0: here}))
+
+
+def test_a_node_that_sent_no_evidence() -> None:
+    failure = on_another_node(Failure("b", 5, 3, text="rank 5 exited with code 3"))
+    assert failure.traceback_text() == "rank 5 exited with code 3"
+
+
 # ChildFailedError
 
 
 def test_the_report_has_the_known_layout(tmp_path: Path) -> None:
     path = error_file(tmp_path, NESTED)
     failures = {4: ProcessFailure(0, 11, -signal.SIGTERM, ""), 5: ProcessFailure(1, 12, 1, path)}
-    text = str(ChildFailedError("trainer", failures))
-    text = re.sub(r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d", "TIME", text)
+    error = ChildFailedError("trainer", failures, {6: "SIGTERM", 8: "SIGTERM", 7: "SIGKILL"})
+    assert error.get_first_failure() == (5, failures[5])
+    text = re.sub(r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d", "TIME", str(error))
     host = os.uname().nodename
     lines = text.split("\n")
     width = len(lines[1])
@@ -257,6 +335,7 @@ def test_the_report_has_the_known_layout(tmp_path: Path) -> None:
         '    File "t.py", line 1, in main',
         "  ValueError: boom",
         "=" * width,
+        "Stopped by holdfast: ranks 6, 8 (SIGTERM); rank 7 (SIGKILL)",
         "Cause: rank 5 failed: ValueError: boom (exit code 1, pid 12)",
     ]
 
@@ -268,49 +347,11 @@ def test_a_single_failure_says_that_there_are_no_others() -> None:
     assert text.endswith("\nCause: rank 0 was killed by SIGSEGV (pid 997)")
 
 
-def test_evidence_and_the_stopped_ranks_are_shown() -> None:
-    evidence = Evidence(stack="Fatal\n  File\n", stderr_tail="last words\n", memory="m", note="n")
-    error = ChildFailedError("job", {0: ProcessFailure(0, 1, -11, "", evidence)}, {1: "SIGTERM", 3: "SIGTERM"})
-    lines = str(error).split("\n")
-    start = lines.index("  stack     :")
-    assert lines[start : start + 7] == [
-        "  stack     :",
-        "    Fatal",
-        "      File",
-        "  stderr    :",
-        "    last words",
-        "  memory    : m",
-        "  note      : n",
-    ]
-    assert lines[-2:] == [
-        "Stopped by holdfast: ranks 1, 3 (SIGTERM)",
-        "Cause: rank 0 was killed by SIGSEGV (pid 1): m",
-    ]
-
-
 def test_many_failures_are_cut_and_counted() -> None:
-    failures = {rank: ProcessFailure(rank, 100 + rank, 1, "", order=rank) for rank in range(30)}
+    failures = {rank: seen(1, order=rank) for rank in range(30)}
     text = str(ChildFailedError("job", failures))
     assert text.count("  exitcode  :") == 17
     assert "\n  ... and 13 more: ranks 17-29\n" in text
-
-
-@pytest.mark.parametrize(
-    ("failures", "root"),
-    [
-        pytest.param({0: (-15, "", 0), 1: (1, "ValueError: boom", 1)}, 1, id="not our own SIGTERM"),
-        pytest.param({0: (1, "BrokenPipeError: x", 0), 1: (-11, "", 1)}, 1, id="not a consequence"),
-        pytest.param({0: (1, "", 5), 1: (1, "", 3)}, 1, id="the first to be reaped"),
-    ],
-)
-def test_the_root_cause_is_chosen(failures: dict[int, tuple[int, str, int]], root: int) -> None:
-    made = {
-        rank: ProcessFailure(rank, 100, code, "", Evidence(error={"message": text} if text else None), order)
-        for rank, (code, text, order) in failures.items()
-    }
-    error = ChildFailedError("job", made)
-    assert error.get_first_failure() == (root, made[root])
-    assert error.cause().startswith(f"rank {root} ")
 
 
 def test_no_failures_is_a_mistake() -> None:
@@ -319,8 +360,8 @@ def test_no_failures_is_a_mistake() -> None:
 
 
 def test_it_survives_pickling() -> None:
-    evidence = Evidence(error=NESTED, stack="s", note="n")
-    error = ChildFailedError("job", {3: ProcessFailure(0, 1, 1, "", evidence, 7)}, {1: "SIGTERM"})
+    failure = seen(1, order=7, stack="s", note="n", **RAISED)
+    error = ChildFailedError("job", {3: failure}, {1: "SIGTERM"})
     error.add_note("seen on the way")
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy, ChildFailedError)
@@ -378,7 +419,7 @@ def test_an_exception_is_recorded_and_goes_on(own_file: Path) -> None:
     assert "raise exception" in extra["py_callstack"]
     assert before <= int(extra["timestamp"]) <= time.time()
     assert [path.name for path in own_file.parent.iterdir()] == [own_file.name]
-    assert ProcessFailure(0, 1, 1, str(own_file)).facts().text == "ValueError: boom"
+    assert ProcessFailure(0, 1, 1, str(own_file)).evidence.message == "ValueError: boom"
 
 
 @pytest.mark.parametrize("value", [None, "", os.devnull])
@@ -461,7 +502,7 @@ def test_the_root_cause_of_a_launcher_inside_is_passed_on(own_file: Path, tmp_pa
 
 
 def test_a_root_cause_known_by_evidence_is_passed_on(own_file: Path) -> None:
-    failure = ProcessFailure(0, 11, 7, "", Evidence(error=NESTED))
+    failure = seen(7, **RAISED)
     with pytest.raises(ChildFailedError):
         record(raising(ChildFailedError("job", {0: failure})), QuietHandler())()
     assert json.loads(own_file.read_text())["message"]["errorCode"] == 7
@@ -472,10 +513,10 @@ def test_a_root_cause_known_by_evidence_is_passed_on(own_file: Path) -> None:
     ("failure", "cause", "callstack"),
     [
         (ProcessFailure(2, 11, 7, ""), "exited with code 7", HINT),
-        (ProcessFailure(2, 11, 7, "", Evidence()), "exited with code 7", "exited with code 7 and no error message"),
-        (ProcessFailure(2, 11, 7, "", Evidence(stderr_tail="no space\n")), "no space", "no space"),
-        (ProcessFailure(2, 11, -9, "", Evidence(memory="it ate too much")), "it ate too much", "it ate too much"),
-        (ProcessFailure(2, 11, -11, "", Evidence(stack="the stack")), "SIGSEGV", "the stack"),
+        (seen(7), "exited with code 7", "exited with code 7 and no error message"),
+        (seen(7, stderr_tail="no space\n"), "no space", "no space"),
+        (seen(-9, memory="it ate too much"), "it ate too much", "it ate too much"),
+        (seen(-11, stack="the stack"), "SIGSEGV", "the stack"),
     ],
 )
 def test_a_root_cause_that_left_no_file_is_told_all_the_same(
@@ -576,7 +617,7 @@ def test_a_recorded_process_leaves_its_error_file(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "KeyError: 'missing'" in done.stderr
     failure = ProcessFailure(0, 1, done.returncode, str(tmp_path / "error.json"))
-    assert failure.facts().text == "KeyError: 'missing'"
+    assert failure.evidence.message == "KeyError: 'missing'"
     assert "in main" in failure.traceback_text()
 
 

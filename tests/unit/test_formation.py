@@ -89,7 +89,11 @@ def test_its_times() -> None:
     ],
 )
 def test_too_few(names: str, who: str) -> None:
-    assert too_few([*names], 20, 1.5) == f"only {len(names)} of at least 20 nodes joined within 1.5 s {who}"
+    words = f"only {len(names)} of at least 20 nodes joined within 1.5 s {who}"
+    assert too_few([*names], [], 20, 1.5) == words
+    assert too_few([*names], [f"{name} stands by" for name in "stuvwxyzA"], 20, 1.5) == (
+        words + "".join(f"; {name} stands by" for name in "stuvwxyz")
+    )
 
 
 def node(text: str) -> NodeFacts:

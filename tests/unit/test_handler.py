@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import signals
+from holdfast import hangs, signals
 from holdfast.rendezvous import handler
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.membership.model import NodeFacts, Progress, Sealed, World
@@ -75,6 +75,26 @@ def test_what_is_no_file_has_no_digest(tmp_path: Path) -> None:
     for path in ("", "/dev/zero", *(os.path.join(tmp_path, name) for name in ("", "nosuch", "pipe", "loop", "\0"))):
         assert handler.digest_of(path) == ""
     assert set(os.listdir("/proc/self/fd")) == kept
+
+
+@pytest.mark.parametrize(("watches", "margin_s"), [(False, 35.0), (True, 55.0)])
+def test_the_coordinator_is_told_how_long_a_stop_may_take(watches: bool, margin_s: float) -> None:
+    """The stacks of a hang alone may take 20 s."""
+    assert hangs.EXAMINATION_LIMIT_S == 20.0
+    made = handler.create_tcp_handler(RendezvousParameters("tcp", "node1:29400", "job7", 1, 4))
+    made.introduce("trainer", 1, RestartPolicy(), 1e6, stop_margin_s=hangs.stop_margin_s(watches=watches))
+    assert (made._facts.grace_s, made._facts.stop_margin_s) == (86400.0, margin_s)
+    made.introduce("trainer", 1, RestartPolicy(), stop_margin_s=61.0)
+    assert made._facts.stop_margin_s == 60.0
+
+
+@pytest.mark.parametrize(
+    ("given", "host"), [("", os.uname().nodename), ("machine-7", "machine-7"), ("x" * 999, "x" * 256)]
+)
+def test_the_coordinator_is_told_the_host(given: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_HOST_NAME", given)
+    made = handler.create_tcp_handler(RendezvousParameters("tcp", "node1:29400", "job7", 1, 4))
+    assert (made._facts.host, made.node_id.startswith(os.uname().nodename)) == (host, True)
 
 
 def test_a_node_warns_once_of_each_script_that_is_not_its_own(caplog: pytest.LogCaptureFixture) -> None:

@@ -144,12 +144,6 @@ def test_bounds(
     assert verdict.bound is expected[1]
 
 
-def test_the_moment_before_the_bound_is_no_hang() -> None:
-    group = Group(HangPolicy(hang_timeout_s=10))
-    assert group.look(9.999) is None
-    assert group.look(10) is not None
-
-
 def test_a_group_that_moves_is_never_hung_and_rarely_looked_at() -> None:
     group = Group(HangPolicy(hang_timeout_s=10))
     for at in range(0, 1000, 9):
@@ -166,107 +160,106 @@ def test_samples_are_taken_a_fraction_of_the_shortest_bound_apart() -> None:
     assert group.machine.next_deadline() == START + 1 + 8 / LOOKS_A_BOUND
 
 
-@pytest.mark.parametrize(("late_s", "is_forgiven"), [(1.0, False), (2.6, True), (3600.0, True)])
-def test_an_agent_that_was_frozen_counts_anew(late_s: float, is_forgiven: bool) -> None:
-    """While it was stopped nobody's output was passed on, so workers may have waited for it."""
-    group = Group(HangPolicy(hang_timeout_s=10))
-    group.move(5, OUTPUT)
-    group.look(6)
-    verdict = group.look(15 + late_s)
-    assert (verdict is None) == is_forgiven
-    if is_forgiven:
-        found = group.run_until(15 + late_s + 11)
-        assert found is not None
-        assert found[0] == pytest.approx(15 + late_s + 10)
+# Looks one after another: when, what has moved last and when, what is known of the look, whether the group hangs.
+Looks = list[tuple[float, dict[Signal, float], dict[str, bool], bool]]
+AGAIN, BLIND = {"is_again": True}, {"is_blind": True}
+TEN_S, WRITTEN = {"hang_timeout_s": 10.0}, {OUTPUT: 5.0}
+
+STORIES: dict[str, tuple[dict[str, Any], Looks]] = {
+    "the moment before the bound is no hang": (TEN_S, [(9.999, {}, {}, False), (10, {}, {}, True)]),
+    "a look that is a little late": (TEN_S, [(6, WRITTEN, {}, False), (16, WRITTEN, {}, True)]),
+    # While the agent was stopped it passed no output on, so workers may have waited for it.
+    "an agent that was frozen counts anew": (
+        TEN_S,
+        [(6, WRITTEN, {}, False), (17.6, WRITTEN, {}, False), (27, WRITTEN, {}, False), (28, WRITTEN, {}, True)],
+    ),
+    "an agent that was frozen for an hour": (
+        TEN_S,
+        [(6, WRITTEN, {}, False), (3600, WRITTEN, {}, False), (3609, WRITTEN, {}, False), (3610, WRITTEN, {}, True)],
+    ),
+    "while the agent's output is blocked nobody is judged": (
+        {"hang_timeout_s": 10.0, "pattern": "x", "progress_every_s": 5.0},
+        [
+            *((at, {OUTPUT: 1, PATTERN: 1}, BLIND, False) for at in range(2, 100, 2)),
+            (102, {OUTPUT: 1, PATTERN: 1}, {}, False),
+            (103, {OUTPUT: 1, PATTERN: 1}, {}, True),
+        ],
+    ),
+    "a verdict holds however long the stacks took": (TEN_S, [(10, {}, {}, True), (30, {}, AGAIN, True)]),
+    "a verdict is withdrawn by whatever moves": (
+        TEN_S,
+        [(10, {}, {}, True), (11, {OUTPUT: 10.5}, {}, False), (20.5, {OUTPUT: 10.5}, {}, True)],
+    ),
+    # The workers stand still while they are looked at, so the time since their movement is no silence of theirs.
+    "a movement while stacks are taken counts however long that takes": (
+        {"hang_timeout_s": 1.0, "signals": frozenset({OUTPUT})},
+        [
+            (1, {}, {}, True),
+            (9, {OUTPUT: 1.5}, AGAIN, False),
+            (9.9, {OUTPUT: 1.5}, {}, False),
+            (10, {OUTPUT: 1.5}, {}, True),
+            (12, {OUTPUT: 1.5}, AGAIN, True),
+        ],
+    ),
+    "a broken cadence is not mended by output": (
+        {"pattern": "step", "progress_every_s": 5.0},
+        [
+            (2, {PATTERN: 1, OUTPUT: 1}, {}, False),
+            (6, {PATTERN: 1, OUTPUT: 6}, {}, True),
+            (6.2, {PATTERN: 1, OUTPUT: 6.1}, AGAIN, True),
+            (7, {PATTERN: 6.5, OUTPUT: 6}, {}, False),
+        ],
+    ),
+    "times from the future and from before the start do no harm": (
+        TEN_S,
+        [(1, {PROGRESS: 1e9, OUTPUT: -995}, {}, False), (10.9, {}, {}, False), (11, {}, {}, True)],
+    ),
+}
 
 
-def test_while_the_agents_output_is_blocked_nobody_is_judged() -> None:
-    group = Group(HangPolicy(hang_timeout_s=10, pattern="x", progress_every_s=5))
-    group.move(1, OUTPUT, PATTERN)
-    for at in range(2, 100, 2):
-        assert group.machine.step(group.moved_at, START + at, is_blind=True) == []
-    found = group.run_until(200)
-    assert found is not None
-    assert found[0] == 98 + 5
+@pytest.mark.parametrize(("settings", "looks"), STORIES.values(), ids=STORIES)
+def test_stories(settings: dict[str, Any], looks: Looks) -> None:
+    machine = HangMachine(HangPolicy(**settings), START)
+    for at, moves, known, is_hung in looks:
+        found = machine.step({signal: START + when for signal, when in moves.items()}, START + at, **known)
+        assert any(isinstance(each, Verdict) for each in found) == is_hung, at
 
 
-def test_a_verdict_holds_however_long_the_stacks_took() -> None:
-    group = Group(HangPolicy(hang_timeout_s=10))
-    assert group.look(10) is not None
-    assert group.machine.step({}, START + 30, is_again=True)
-
-
-def test_a_verdict_is_withdrawn_by_whatever_moves() -> None:
-    group = Group(HangPolicy(hang_timeout_s=10))
-    assert group.look(10) is not None
-    group.move(10.5, OUTPUT)
-    assert group.look(11) is None
-    assert group.look(20.5) is not None
-
-
-def test_a_broken_cadence_is_not_mended_by_output() -> None:
-    group = Group(HangPolicy(pattern="step", progress_every_s=5))
-    group.move(1, PATTERN, OUTPUT)
-    group.look(2)
-    group.move(6, OUTPUT)
-    assert group.look(6) is not None
-    group.move(6.5, PATTERN)
-    assert group.look(7) is None
-
-
-def test_times_from_the_future_and_from_before_the_start_do_no_harm() -> None:
-    group = Group(HangPolicy(hang_timeout_s=10))
-    group.machine.step({PROGRESS: START + 1e9, OUTPUT: 5.0}, START + 1)
-    found = group.run_until(100)
-    assert found is not None
-    assert found[0] == 11
-
-
-def test_a_pattern_that_never_matches_is_complained_about_once() -> None:
-    group = Group(HangPolicy(pattern=r"stpe \d+", progress_every_s=5))
+@pytest.mark.parametrize(("matched", "complaints"), [(None, 1), (3, 0)])
+def test_a_pattern_that_never_matches_is_complained_about_once(matched: float | None, complaints: int) -> None:
+    group = Group(HangPolicy(pattern=r"stpe \d+", progress_every_s=50))
     group.move(3, OUTPUT)
-    assert group.run_until(100) is None
-    [text] = group.complaints
-    assert r"'stpe \d+'" in text
-    assert "the pattern is ignored" in text
-
-
-def test_a_pattern_that_matched_is_not_complained_about() -> None:
-    group = Group(HangPolicy(pattern="step", progress_every_s=50))
-    group.move(3, PATTERN)
-    group.run_until(52)
-    assert group.complaints == []
+    if matched is not None:
+        group.move(matched, PATTERN)
+    group.run_until(52 if matched else 1000)
+    assert len(group.complaints) == complaints
+    for text in group.complaints:
+        assert r"'stpe \d+'" in text
+        assert "the pattern is ignored" in text
 
 
 # Counters.
 
 
 @pytest.mark.parametrize(
-    ("used", "expected"),
+    ("used", "elapsed_s", "has_dumped", "expected"),
     [
-        ({CPU: 0.0, IO: 0}, set()),
-        ({CPU: CPU_FLOOR_SHARE * 10, IO: IO_FLOOR_BYTES_A_S * 10}, set()),
-        ({CPU: CPU_FLOOR_SHARE * 10 + 0.01, IO: 0}, {CPU}),
-        ({CPU: 0.0, IO: IO_FLOOR_BYTES_A_S * 10 + 1}, {IO}),
-        ({CPU: inf, IO: 0}, {CPU}),
-        ({CPU: 0.0, IO: inf}, {IO}),
+        ({CPU: 0.0, IO: 0}, 10, False, set()),
+        ({CPU: CPU_FLOOR_SHARE * 10, IO: IO_FLOOR_BYTES_A_S * 10}, 10, False, set()),
+        ({CPU: CPU_FLOOR_SHARE * 10 + 0.01, IO: 0}, 10, False, {CPU}),
+        ({CPU: 0.0, IO: IO_FLOOR_BYTES_A_S * 10 + 1}, 10, False, {IO}),
+        ({CPU: inf, IO: 0}, 10, False, {CPU}),
+        ({CPU: 0.0, IO: inf}, 10, False, {IO}),
+        ({CPU: DUMP_CPU_S, IO: DUMP_BYTES}, 1, True, set()),
+        ({CPU: CPU_FLOOR_SHARE + DUMP_CPU_S + 0.01, IO: 0}, 1, True, {CPU}),
+        ({CPU: 0.0, IO: IO_FLOOR_BYTES_A_S + DUMP_BYTES + 1}, 1, True, {IO}),
+        ({CPU: inf, IO: inf}, 1, True, {CPU, IO}),
     ],
 )
-def test_counters_move_above_their_floor_or_if_nobody_knows(used: dict[Signal, float], expected: set[Signal]) -> None:
-    assert moved(used, 10) == expected
-
-
-@pytest.mark.parametrize(
-    ("used", "expected"),
-    [
-        ({CPU: DUMP_CPU_S, IO: DUMP_BYTES}, set()),
-        ({CPU: CPU_FLOOR_SHARE + DUMP_CPU_S + 0.01, IO: 0}, {CPU}),
-        ({CPU: 0.0, IO: IO_FLOOR_BYTES_A_S + DUMP_BYTES + 1}, {IO}),
-        ({CPU: inf, IO: inf}, {CPU, IO}),
-    ],
-)
-def test_writing_the_own_stacks_is_no_movement(used: dict[Signal, float], expected: set[Signal]) -> None:
-    assert moved(used, 1, has_dumped=True) == expected
+def test_counters_move_above_their_floor_and_writing_the_own_stacks_is_no_movement(
+    used: dict[Signal, float], elapsed_s: float, has_dumped: bool, expected: set[Signal]
+) -> None:
+    assert moved(used, elapsed_s, has_dumped=has_dumped) == expected
 
 
 # What the user asks for.
@@ -313,6 +306,7 @@ def test_signals_by_name() -> None:
     ("settings", "bound", "moved_ago", "expected"),
     [
         ({"hang_timeout_s": 600.0}, Bound.SILENCE, {OUTPUT: 600}, "no output or I/O for 600 s"),
+        ({"hang_timeout_s": 600.0, "pattern": "x"}, Bound.SILENCE, {OUTPUT: 600}, "no output or I/O for 600 s"),
         (
             {"hang_timeout_s": 600.0},
             Bound.SILENCE,
@@ -344,13 +338,3 @@ def test_signals_by_name() -> None:
 def test_words(settings: dict[str, Any], bound: Bound, moved_ago: dict[Signal, float], expected: str) -> None:
     policy = HangPolicy(**settings)
     assert words(Verdict(bound, 60.0, 600.0, frozenset(moved_ago)), policy) == expected
-
-
-def test_a_movement_while_stacks_are_taken_counts_however_long_that_takes() -> None:
-    """The workers stand still while they are looked at, so the time since their movement is no silence of theirs."""
-    machine = HangMachine(HangPolicy(1.0, signals=frozenset({Signal.OUTPUT})), 0.0)
-    assert isinstance(machine.step({}, 1.0)[-1], Verdict)
-    assert machine.step({Signal.OUTPUT: 1.5}, 9.0, is_again=True) == []
-    assert machine.next_deadline() == 10.0
-    assert isinstance(machine.step({Signal.OUTPUT: 1.5}, 10.0)[-1], Verdict)
-    assert machine.step({Signal.OUTPUT: 1.5}, 12.0, is_again=True) != [], "nothing has moved since"

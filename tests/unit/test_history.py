@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.cli.status import history_line
+from holdfast.failures.records import HANG
 from holdfast.rendezvous.membership.model import CloseRequested, Memory, Place
+from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import ConnectionClosed, TimePassed
-from holdfast.rendezvous.membership.restart_policy import HANG, Advance
-from holdfast.rendezvous.membership.run import Membership
+from holdfast.rendezvous.membership.restart_policy import Advance
 from holdfast.telemetry import history
 from holdfast.telemetry.history import History
-from tests.unit.test_run import PAIR, RETRY, UP_TO_2, failed, joined, left, returned, succeeded
+from tests.unit.test_phases import PAIR, RETRY, UP_TO_2, failed, joined, left, returned, succeeded
 
 Change = Callable[[History], History]
 

@@ -21,13 +21,13 @@ def test_the_command_of_an_agent_is_read_as_it_was_meant() -> None:
     command = job(options=("--max-restarts=3",), nproc_per_node="4", program=("--odd.py", "--lr", "0.1")).agent_command(
         "--rdzv-backend=tcp", "--rdzv-endpoint=node1:29400"
     )
-    assert command[:4] == ["python3", "-m", "holdfast", "run"]
-    read = command_line.read(command[4:])
+    assert command[:5] == ["python3", "-P", "-m", "holdfast", "run"], "a module of the directory would be imported"
+    read = command_line.read(command[5:])
     assert (read.nnodes, read.rdzv_id, read.nproc_per_node, read.max_restarts) == ("1", "job7", "4", 3)
     assert (read.rdzv_backend, read.rdzv_endpoint) == ("tcp", "node1:29400")
     assert (read.training_script, read.training_script_args) == ("--odd.py", ["--lr", "0.1"])
 
 
 def test_an_engine_has_the_last_word() -> None:
-    command = job(options=("--rdzv-endpoint=elsewhere:1",)).agent_command("--rdzv-endpoint=node1:29400")
-    assert command_line.read(command[4:]).rdzv_endpoint == "node1:29400"
+    arguments = job(options=("--rdzv-endpoint=elsewhere:1",)).agent_arguments("--rdzv-endpoint=node1:29400")
+    assert command_line.read(arguments[1:]).rdzv_endpoint == "node1:29400"

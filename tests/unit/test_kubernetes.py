@@ -53,7 +53,7 @@ def read_command(text: str, index: int = 0) -> Any:
     """The command line of the agent in a pod, as `holdfast run` reads it."""
     container = container_of(job_of(documents_of(text))[0])
     environment = {"JOB_COMPLETION_INDEX": str(index), "POD_IP": "10.0.0.7", "HOLDFAST_JOB_UID": "uid-1"}
-    assert container["command"] == ["python3", "-m", "holdfast", "run"]
+    assert container["command"] == ["python3", "-P", "-m", "holdfast", "run"]
     return command_line.read([expanded(each, environment) for each in container["args"]])
 
 
@@ -169,6 +169,12 @@ def test_the_token_is_not_in_the_manifest(render: Render, monkeypatch: pytest.Mo
     assert "HOLDFAST_TOKEN" not in render()
 
 
+def test_the_agent_knows_the_machine_that_its_pod_is_on(render: Render) -> None:
+    """A pod's own name stays when its machine is replaced."""
+    found = {each["name"]: each for each in container_of(job_of(documents_of(render()))[0])["env"]}
+    assert found["HOLDFAST_HOST_NAME"]["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+
+
 def test_resources(render: Render) -> None:
     assert container_of(job_of(documents_of(render(*FULL)))[0])["resources"] == {
         "requests": {"cpu": "16", "memory": "64Gi"},
@@ -213,6 +219,7 @@ def test_how_many_pods(render: Render, nnodes: str, numbers: tuple[int, int, int
         (1, False, "FailIndex"),
         (2, False, "FailJob"),
         (93, False, "FailJob"),
+        (94, False, "FailJob"),
         (143, False, "Ignore"),
         (137, False, "Count"),
         (137, True, "Ignore"),

@@ -10,14 +10,17 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.errors import HostError
-from holdfast.rendezvous.coordinator import launch, memory
-from holdfast.rendezvous.coordinator.launch import NotThisHost, PortTaken
+from holdfast.rendezvous.coordinator import launch, state_file
+from holdfast.rendezvous.coordinator.launch import NotThisHost, Orders, PortTaken
+from holdfast.rendezvous.settings import NodeSettings, TlsFiles
 
 # Addresses that are set apart for documentation: no host has them.
 ANOTHER_HOST = "192.0.2.1"
+FIRST, SECOND = NodeSettings(http="1"), NodeSettings(http="2")
 
 
 def can_connect(host: str, port: int) -> bool:
@@ -106,39 +109,41 @@ def test_only_one_is_about_to_start_a_coordinator(monkeypatch: pytest.MonkeyPatc
     """The second finds the guard taken while the first starts one, and free again when nobody holds it."""
     seen = []
 
-    def start(sock: socket.socket, guard: socket.socket, options: list[str]) -> None:
-        seen.append(options)
+    def start(sock: socket.socket, guard: socket.socket, settings: NodeSettings, run_id: str) -> None:
+        seen.append(settings)
         if len(seen) == 1:
-            assert launch.host_at(sock, ["second"]) is False
+            assert launch.host_at(sock, SECOND, "trial") is False
 
     monkeypatch.setattr(launch, "start_coordinator", start)
     with launch.bind("127.0.0.1", 0) as sock:
-        assert launch.host_at(sock, ["first"]) is True
-        assert launch.host_at(sock, ["third"]) is True
-    assert seen == [["first"], ["third"]]
+        assert launch.host_at(sock, FIRST, "trial") is True
+        assert launch.host_at(sock, SECOND, "trial") is True
+    assert seen == [FIRST, SECOND]
 
 
 def test_another_user_cannot_keep_a_coordinator_from_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """By taking what can be taken: names of abstract sockets, and locks on files that every user can open."""
-    started: list[list[str]] = []
-    monkeypatch.setattr(launch, "start_coordinator", lambda sock, guard, options: started.append(options))
+    started: list[NodeSettings] = []
+    monkeypatch.setattr(launch, "start_coordinator", lambda sock, guard, settings, run_id: started.append(settings))
     with launch.bind("127.0.0.1", 0) as sock, socket.socket(socket.AF_UNIX) as squatter, open(os.devnull, "ab") as null:
         address, port = sock.getsockname()
         squatter.bind(f"\0holdfast-coordinator-{address}-{port}")
         fcntl.flock(null, fcntl.LOCK_EX)
-        assert launch.host_at(sock, ["first"]) is True
-        monkeypatch.setattr(memory, "log_path", lambda name: Path("/proc/nowhere/log"))
-        assert launch.host_at(sock, ["second"]) is True
-    assert started == [["first"], ["second"]]
+        assert launch.host_at(sock, FIRST, "trial") is True
+        monkeypatch.setattr(state_file, "log_path", lambda name: Path("/proc/nowhere/log"))
+        assert launch.host_at(sock, SECOND, "trial") is True
+    assert started == [FIRST, SECOND]
 
 
-def start_instead(script: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def start_instead(
+    script: str, path: Path, monkeypatch: pytest.MonkeyPatch, settings: NodeSettings = FIRST, office: Any = None
+) -> None:
     """Start a coordinator, where the interpreter is this shell script."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(path))
     with launch.bind("127.0.0.1", 0) as sock, socket.socket() as guard:
-        launch.start_coordinator(sock, guard, [])
+        launch.start_coordinator(sock, guard, settings, "trial", office)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ def start_instead(script: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("ready", None),
         ("a warning of the interpreter\nready", None),
         ("", "it ended without a word"),
-        ("holdfast coordinator: error: no such file", "no such file"),
+        ("no such file", "no such file"),
         ("Traceback\n  File\nOSError: broken", "OSError: broken"),
     ],
 )
@@ -175,4 +180,26 @@ def test_an_interpreter_that_cannot_be_started(tmp_path: Path, monkeypatch: pyte
         socket.socket() as guard,
         pytest.raises(HostError, match="cannot be started: No such file"),
     ):
-        launch.start_coordinator(sock, guard, [])
+        launch.start_coordinator(sock, guard, FIRST, "trial")
+
+
+@pytest.mark.parametrize(
+    ("settings", "office", "expected"),
+    [
+        (NodeSettings(), None, Orders(0, "trial")),
+        (
+            NodeSettings(token_file="t", require_token=True, tls=TlsFiles("c", "k", "a"), http="9400"),
+            {"run_id": "trial"},
+            Orders(0, "trial", "t", True, TlsFiles("c", "k", "a"), "9400", msgspec.Raw(b'{"run_id":"trial"}')),
+        ),
+    ],
+)
+def test_a_coordinator_speaks_as_the_node_that_starts_it(
+    settings: NodeSettings, office: Any, expected: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told so in its last argument."""
+    script = f'for last; do :; done; printf %s "$last" > {tmp_path}/told; echo ready'
+    start_instead(script, tmp_path / "python", monkeypatch, settings, office)
+    told = msgspec.json.decode((tmp_path / "told").read_text(), type=Orders)
+    assert told.fd >= 3
+    assert msgspec.structs.replace(told, fd=0) == expected

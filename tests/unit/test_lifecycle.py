@@ -9,23 +9,24 @@ import pytest
 
 from holdfast.agent.lifecycle import (
     TRANSITIONS,
+    AgentPhase,
     EndRun,
     InvalidTransition,
-    Join,
+    JoinRound,
     Lifecycle,
-    Phase,
+    PeersTimedOut,
     ReportFailure,
     ReportSuccess,
     RunRequested,
     StartWorkers,
     StopWorkers,
-    TimePassed,
     WorkersFailed,
     WorkersStarted,
     WorkersStopped,
     WorkersSucceeded,
 )
 from holdfast.errors import InternalError
+from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
 
 NOW = 1000.0
@@ -51,14 +52,14 @@ def ended(end: End) -> Ended:
 
 # The way into each phase. JOINING is that after a first round, so that there is a round to speak of.
 _RUNNING: list[Any] = [RunRequested(), sealed(1), WorkersStarted(1)]
-WAY: dict[Phase, list[Any]] = {
-    Phase.IDLE: [],
-    Phase.JOINING: [*_RUNNING, WorkersFailed(1), WorkersStopped(1)],
-    Phase.STARTING: _RUNNING[:2],
-    Phase.RUNNING: _RUNNING,
-    Phase.STOPPING: [*_RUNNING, WorkersFailed(1)],
-    Phase.WAITING: [*_RUNNING, WorkersSucceeded(1)],
-    Phase.ENDED: [*_RUNNING, WorkersSucceeded(1), ended(SUCCEEDED)],
+WAY: dict[AgentPhase, list[Any]] = {
+    AgentPhase.IDLE: [],
+    AgentPhase.JOINING: [*_RUNNING, WorkersFailed(1), WorkersStopped(1)],
+    AgentPhase.STARTING: _RUNNING[:2],
+    AgentPhase.RUNNING: _RUNNING,
+    AgentPhase.STOPPING: [*_RUNNING, WorkersFailed(1)],
+    AgentPhase.FINISHED: [*_RUNNING, WorkersSucceeded(1)],
+    AgentPhase.ENDED: [*_RUNNING, WorkersSucceeded(1), ended(SUCCEEDED)],
 }
 # Every kind of event as it may come in a round; a world is that of the next.
 EVENTS: dict[type, Callable[[int], Any]] = {
@@ -71,42 +72,42 @@ EVENTS: dict[type, Callable[[int], Any]] = {
     Stop: stopped,
     PlaceLost: lost,
     Ended: lambda _: ended(SUCCEEDED),
-    TimePassed: TimePassed,
+    PeersTimedOut: PeersTimedOut,
 }
 IN_A_ROUND = [kind for kind in EVENTS if kind not in (RunRequested, Ended)]
 GRACE, AT_ONCE = StopWorkers(1), StopWorkers(1, at_once=True)
 # What may happen, and what it leads to; everything else may not.
-FOLLOWS: dict[tuple[Phase, type], tuple[Phase, list[Any]]] = {
-    (Phase.IDLE, RunRequested): (Phase.JOINING, [Join()]),
-    (Phase.JOINING, Sealed): (Phase.STARTING, [StartWorkers(2)]),
-    (Phase.JOINING, PlaceLost): (Phase.JOINING, []),
-    (Phase.JOINING, Stop): (Phase.JOINING, []),
-    (Phase.JOINING, Ended): (Phase.ENDED, [EndRun(SUCCEEDED)]),
-    (Phase.STARTING, WorkersStarted): (Phase.RUNNING, []),
-    (Phase.STARTING, WorkersFailed): (Phase.STOPPING, [ReportFailure(1), GRACE]),
-    (Phase.STARTING, Stop): (Phase.STOPPING, [GRACE]),
-    (Phase.STARTING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
-    (Phase.STARTING, Ended): (Phase.STOPPING, [GRACE]),
-    (Phase.RUNNING, WorkersSucceeded): (Phase.WAITING, [ReportSuccess(1)]),
-    (Phase.RUNNING, WorkersFailed): (Phase.STOPPING, [ReportFailure(1), GRACE]),
-    (Phase.RUNNING, Stop): (Phase.STOPPING, [GRACE]),
-    (Phase.RUNNING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
-    (Phase.RUNNING, Ended): (Phase.STOPPING, [GRACE]),
-    (Phase.STOPPING, WorkersStopped): (Phase.JOINING, [Join()]),
-    (Phase.STOPPING, PlaceLost): (Phase.STOPPING, [AT_ONCE]),
-    (Phase.STOPPING, Ended): (Phase.STOPPING, []),
-    (Phase.STOPPING, WorkersStarted): (Phase.STOPPING, []),
-    (Phase.STOPPING, WorkersSucceeded): (Phase.STOPPING, []),
-    (Phase.STOPPING, WorkersFailed): (Phase.STOPPING, []),
-    (Phase.STOPPING, Stop): (Phase.STOPPING, []),
-    (Phase.WAITING, Stop): (Phase.JOINING, [Join()]),
-    (Phase.WAITING, PlaceLost): (Phase.JOINING, [Join()]),
-    (Phase.WAITING, Ended): (Phase.ENDED, [EndRun(SUCCEEDED)]),
-    (Phase.WAITING, TimePassed): (Phase.ENDED, [EndRun(SUCCEEDED)]),
+FOLLOWS: dict[tuple[AgentPhase, type], tuple[AgentPhase, list[Any]]] = {
+    (AgentPhase.IDLE, RunRequested): (AgentPhase.JOINING, [JoinRound()]),
+    (AgentPhase.JOINING, Sealed): (AgentPhase.STARTING, [StartWorkers(2)]),
+    (AgentPhase.JOINING, PlaceLost): (AgentPhase.JOINING, []),
+    (AgentPhase.JOINING, Stop): (AgentPhase.JOINING, []),
+    (AgentPhase.JOINING, Ended): (AgentPhase.ENDED, [EndRun(SUCCEEDED)]),
+    (AgentPhase.STARTING, WorkersStarted): (AgentPhase.RUNNING, []),
+    (AgentPhase.STARTING, WorkersFailed): (AgentPhase.STOPPING, [ReportFailure(1), GRACE]),
+    (AgentPhase.STARTING, Stop): (AgentPhase.STOPPING, [GRACE]),
+    (AgentPhase.STARTING, PlaceLost): (AgentPhase.STOPPING, [AT_ONCE]),
+    (AgentPhase.STARTING, Ended): (AgentPhase.STOPPING, [GRACE]),
+    (AgentPhase.RUNNING, WorkersSucceeded): (AgentPhase.FINISHED, [ReportSuccess(1)]),
+    (AgentPhase.RUNNING, WorkersFailed): (AgentPhase.STOPPING, [ReportFailure(1), GRACE]),
+    (AgentPhase.RUNNING, Stop): (AgentPhase.STOPPING, [GRACE]),
+    (AgentPhase.RUNNING, PlaceLost): (AgentPhase.STOPPING, [AT_ONCE]),
+    (AgentPhase.RUNNING, Ended): (AgentPhase.STOPPING, [GRACE]),
+    (AgentPhase.STOPPING, WorkersStopped): (AgentPhase.JOINING, [JoinRound()]),
+    (AgentPhase.STOPPING, PlaceLost): (AgentPhase.STOPPING, [AT_ONCE]),
+    (AgentPhase.STOPPING, Ended): (AgentPhase.STOPPING, []),
+    (AgentPhase.STOPPING, WorkersStarted): (AgentPhase.STOPPING, []),
+    (AgentPhase.STOPPING, WorkersSucceeded): (AgentPhase.STOPPING, []),
+    (AgentPhase.STOPPING, WorkersFailed): (AgentPhase.STOPPING, []),
+    (AgentPhase.STOPPING, Stop): (AgentPhase.STOPPING, []),
+    (AgentPhase.FINISHED, Stop): (AgentPhase.JOINING, [JoinRound()]),
+    (AgentPhase.FINISHED, PlaceLost): (AgentPhase.JOINING, [JoinRound()]),
+    (AgentPhase.FINISHED, Ended): (AgentPhase.ENDED, [EndRun(SUCCEEDED)]),
+    (AgentPhase.FINISHED, PeersTimedOut): (AgentPhase.ENDED, [EndRun(SUCCEEDED)]),
 }
 
 
-def machine_in(phase: Phase) -> Lifecycle:
+def machine_in(phase: AgentPhase) -> Lifecycle:
     machine = Lifecycle(PEERS_TIMEOUT_S)
     take(machine, *WAY[phase])
     assert machine.phase is phase
@@ -115,11 +116,16 @@ def machine_in(phase: Phase) -> Lifecycle:
 
 def take(machine: Lifecycle, *events: Any) -> list[Any]:
     """The commands of the last event."""
-    commands: list[Any] = []
+    step = None
     for event in events:
-        commands = machine.step(event, NOW)
+        is_stale = machine.is_stale(event)
+        step = machine.step(event, NOW)
         machine.check()
-    return commands
+        assert (step is None) == is_stale
+        if step is not None:
+            assert (step.time, step.event, step.round) == (NOW, event, machine.round)
+            assert (step.phase, step.end) == (machine.phase, machine.end)
+    return [] if step is None else [*step.commands]
 
 
 def state(machine: Lifecycle) -> tuple[Any, ...]:
@@ -131,8 +137,8 @@ def name(value: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", EVENTS, ids=name)
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
-def test_every_pair(phase: Phase, kind: type) -> None:
+@pytest.mark.parametrize("phase", [phase for phase in AgentPhase if phase is not AgentPhase.ENDED])
+def test_every_pair(phase: AgentPhase, kind: type) -> None:
     machine = machine_in(phase)
     before = state(machine)
     event = EVENTS[kind](machine.round)
@@ -155,15 +161,15 @@ def test_the_table_in_the_module_says_the_same() -> None:
 
 @pytest.mark.parametrize("kind", EVENTS, ids=name)
 def test_ended_stays_ended(kind: type) -> None:
-    machine = machine_in(Phase.ENDED)
+    machine = machine_in(AgentPhase.ENDED)
     before = state(machine)
     assert take(machine, EVENTS[kind](1)) == take(machine, EVENTS[kind](7)) == []
     assert state(machine) == before
 
 
 @pytest.mark.parametrize("kind", IN_A_ROUND, ids=name)
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.IDLE])
-def test_what_speaks_of_a_round_that_is_over_is_dropped(phase: Phase, kind: type) -> None:
+@pytest.mark.parametrize("phase", [phase for phase in AgentPhase if phase is not AgentPhase.IDLE])
+def test_what_speaks_of_a_round_that_is_over_is_dropped(phase: AgentPhase, kind: type) -> None:
     machine = machine_in(phase)
     before = state(machine)
     assert take(machine, EVENTS[kind](machine.round - 1)) == []
@@ -171,40 +177,40 @@ def test_what_speaks_of_a_round_that_is_over_is_dropped(phase: Phase, kind: type
 
 
 @pytest.mark.parametrize("kind", [kind for kind in IN_A_ROUND if kind is not Sealed], ids=name)
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
-def test_what_speaks_of_a_round_to_come_is_impossible(phase: Phase, kind: type) -> None:
+@pytest.mark.parametrize("phase", [phase for phase in AgentPhase if phase is not AgentPhase.ENDED])
+def test_what_speaks_of_a_round_to_come_is_impossible(phase: AgentPhase, kind: type) -> None:
     machine = machine_in(phase)
     with pytest.raises(InvalidTransition, match=f"round={machine.round + 1}"):
         machine.step(EVENTS[kind](machine.round + 1), NOW)
 
 
 def test_rounds_may_be_skipped() -> None:
-    machine = machine_in(Phase.JOINING)
+    machine = machine_in(AgentPhase.JOINING)
     assert take(machine, sealed(9)) == [StartWorkers(9)]
     assert machine.round == 9
     assert take(machine, WorkersStarted(1)) == []
-    assert machine.phase is Phase.STARTING
+    assert machine.phase is AgentPhase.STARTING
 
 
 STOPPED = WorkersStopped(1)
 UNKILLABLE = WorkersStopped(1, unkillable=(4711,))
 # From RUNNING: what happens, the last commands, and how the run ended for this node, if it did.
 ENDINGS: dict[str, tuple[list[Any], list[Any], End | None]] = {
-    "workers failed, the run goes on": ([WorkersFailed(1), STOPPED], [Join()], None),
+    "workers failed, the run goes on": ([WorkersFailed(1), STOPPED], [JoinRound()], None),
     "workers failed, the run ends": ([WorkersFailed(1), ended(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
     "told of the end after stopping": ([WorkersFailed(1), STOPPED, ended(FAILED)], [EndRun(FAILED)], FAILED),
     "ended while running": ([ended(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
     "ended well while running": ([ended(SUCCEEDED), STOPPED], [EndRun(SUCCEEDED)], SUCCEEDED),
-    "stopped elsewhere": ([stopped(1), STOPPED], [Join()], None),
-    "stopped twice": ([stopped(1), stopped(1), STOPPED], [Join()], None),
+    "stopped elsewhere": ([stopped(1), STOPPED], [JoinRound()], None),
+    "stopped twice": ([stopped(1), stopped(1), STOPPED], [JoinRound()], None),
     "stopped, then ended": ([stopped(1), ended(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
     "place lost, then ended": ([lost(1), ended(FAILED), STOPPED], [EndRun(FAILED)], FAILED),
-    "failed on the way down": ([stopped(1), WorkersFailed(1), STOPPED], [Join()], None),
-    "succeeded on the way down": ([stopped(1), WorkersSucceeded(1), STOPPED], [Join()], None),
+    "failed on the way down": ([stopped(1), WorkersFailed(1), STOPPED], [JoinRound()], None),
+    "succeeded on the way down": ([stopped(1), WorkersSucceeded(1), STOPPED], [JoinRound()], None),
     "succeeded, peers too": ([WorkersSucceeded(1), ended(SUCCEEDED)], [EndRun(SUCCEEDED)], SUCCEEDED),
     "succeeded, a peer failed": ([WorkersSucceeded(1), ended(FAILED)], [EndRun(FAILED)], FAILED),
-    "succeeded, waited long enough": ([WorkersSucceeded(1), TimePassed(1)], [EndRun(SUCCEEDED)], SUCCEEDED),
-    "succeeded, goes again": ([WorkersSucceeded(1), stopped(1)], [Join()], None),
+    "succeeded, waited long enough": ([WorkersSucceeded(1), PeersTimedOut(1)], [EndRun(SUCCEEDED)], SUCCEEDED),
+    "succeeded, goes again": ([WorkersSucceeded(1), stopped(1)], [JoinRound()], None),
     "unkillable": ([WorkersFailed(1), UNKILLABLE], [EndRun(FAILED)], FAILED),
     "unkillable after a change of membership": ([stopped(1), UNKILLABLE], [EndRun(FAILED)], FAILED),
     "unkillable in a run that succeeded": ([ended(SUCCEEDED), UNKILLABLE], [EndRun(FAILED)], FAILED),
@@ -214,43 +220,48 @@ ENDINGS: dict[str, tuple[list[Any], list[Any], End | None]] = {
 @pytest.mark.parametrize("life", ENDINGS)
 def test_endings(life: str) -> None:
     events, commands, outcome = ENDINGS[life]
-    machine = machine_in(Phase.RUNNING)
+    machine = machine_in(AgentPhase.RUNNING)
     assert take(machine, *events) == commands
     assert machine.end is outcome
-    assert machine.phase is (Phase.JOINING if outcome is None else Phase.ENDED)
+    assert machine.phase is (AgentPhase.JOINING if outcome is None else AgentPhase.ENDED)
     assert machine.unkillable == ((4711,) if UNKILLABLE in events else ())
 
 
 def test_a_lost_place_cuts_the_grace_short() -> None:
-    machine = machine_in(Phase.RUNNING)
+    machine = machine_in(AgentPhase.RUNNING)
     assert take(machine, stopped(1)) == [StopWorkers(1, at_once=False)]
     assert take(machine, lost(1)) == [StopWorkers(1, at_once=True)]
     assert take(machine, stopped(1)) == [], "and nothing makes it longer again"
 
 
+def test_a_failure_is_reported_as_it_is() -> None:
+    failure = Failure("host", 3, text="it hung")
+    assert take(machine_in(AgentPhase.RUNNING), WorkersFailed(1, failure)) == [ReportFailure(1, failure), GRACE]
+
+
 def test_starting_workers_are_stopped_although_they_are_not_there_yet() -> None:
-    machine = machine_in(Phase.STARTING)
+    machine = machine_in(AgentPhase.STARTING)
     assert take(machine, stopped(1)) == [GRACE]
     assert take(machine, WorkersStarted(1)) == []
-    assert machine.phase is Phase.STOPPING
-    assert take(machine, STOPPED) == [Join()]
+    assert machine.phase is AgentPhase.STOPPING
+    assert take(machine, STOPPED) == [JoinRound()]
 
 
 def test_the_only_deadline_is_for_the_peers() -> None:
-    for phase in Phase:
+    for phase in AgentPhase:
         deadline = machine_in(phase).next_deadline()
-        assert deadline == (NOW + PEERS_TIMEOUT_S if phase is Phase.WAITING else None)
+        assert deadline == (NOW + PEERS_TIMEOUT_S if phase is AgentPhase.FINISHED else None)
 
 
-@pytest.mark.parametrize("event", [stopped(1), lost(1), ended(FAILED), TimePassed(1)], ids=repr)
+@pytest.mark.parametrize("event", [stopped(1), lost(1), ended(FAILED), PeersTimedOut(1)], ids=repr)
 def test_after_the_wait_there_is_no_deadline(event: Any) -> None:
-    machine = machine_in(Phase.WAITING)
+    machine = machine_in(AgentPhase.FINISHED)
     take(machine, event)
     assert machine.next_deadline() is None
 
 
 def test_the_story_is_bounded_and_keeps_the_latest() -> None:
-    machine = machine_in(Phase.RUNNING)
+    machine = machine_in(AgentPhase.RUNNING)
     for round in range(1, 101):
         take(machine, stopped(round), WorkersStopped(round), sealed(round + 1), WorkersStarted(round + 1))
     with pytest.raises(InvalidTransition) as caught:
@@ -266,8 +277,8 @@ def test_the_story_of_a_machine_to_which_nothing_happened() -> None:
         Lifecycle(1.0).step(WorkersFailed(0), NOW)
 
 
-@pytest.mark.parametrize(("phase", "changes"), [(Phase.RUNNING, {"round": 0}), (Phase.ENDED, {"end": None})])
-def test_the_invariants_are_looked_at(phase: Phase, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("phase", "changes"), [(AgentPhase.RUNNING, {"round": 0}), (AgentPhase.ENDED, {"end": None})])
+def test_the_invariants_are_looked_at(phase: AgentPhase, changes: dict[str, Any]) -> None:
     machine = machine_in(phase)
     machine.check()
     for name, value in changes.items():

@@ -66,22 +66,32 @@ class TestStd:
 
     @pytest.mark.parametrize(
         "text",
-        ["", "4", "11", "-1", "x", "0:1,", "0:1,1", "1,0:1", "0:4", ":1", "0:", "0:1 ", "0:1\n", "3\n", "٣", "0:٣"],
+        [
+            "",
+            "4",
+            "11",
+            "-1",
+            "x",
+            "0:1,",
+            "0:1,1",
+            "1,0:1",
+            "0:4",
+            ":1",
+            "0:",
+            "0:1 ",
+            "0:1\n",
+            "3\n",
+            "٣",
+            "0:٣",
+            "12:1,0:1,12:2",
+            "9" * 5000 + ":1",
+        ],
     )
     def test_refuses_and_names_the_text(self, text: str) -> None:
         with pytest.raises(ValueError) as caught:
             Std.from_str(text)
         assert isinstance(caught.value, UserError)
         assert repr(text) in str(caught.value)
-
-    def test_refuses_two_values_for_one_rank(self) -> None:
-        with pytest.raises(ValueError, match="rank 12"):
-            Std.from_str("12:1,0:1,12:2")
-
-    def test_flags_combine(self) -> None:
-        assert Std.OUT | Std.ERR == Std.ALL
-        assert Std.ALL & Std.OUT
-        assert not Std.ERR & Std.OUT
 
     @pytest.mark.parametrize(
         ("choice", "nprocs", "expected"),
@@ -153,18 +163,15 @@ class TestLayout:
         }
         assert (names[dest.stdouts[0]], names[dest.tee_stdouts.get(0)]) == expected
 
-    def test_filter_applies_to_stderr_too(self, tmp_path: Path) -> None:
-        dest = DefaultLogsSpecs(str(tmp_path), tee=Std.ERR, local_ranks_filter={1}).reify(envs_for(2))
-        assert dest.stdouts == {0: "/dev/null", 1: ""}
-        assert set(dest.tee_stderrs) == {1}
+    def test_filter_applies_to_stderr_too_and_a_choice_may_name_ranks_beyond_nine(self, tmp_path: Path) -> None:
+        dest = DefaultLogsSpecs(str(tmp_path), tee=Std.ERR, local_ranks_filter={11}).reify(envs_for(12))
+        assert dest.stdouts == {**dict.fromkeys(range(11), "/dev/null"), 11: ""}
+        assert set(dest.tee_stderrs) == {11}
         assert dest.stderrs[0].endswith("/0/stderr.log")
 
-    def test_a_choice_may_name_ranks_beyond_nine(self, tmp_path: Path) -> None:
-        dest = DefaultLogsSpecs(str(tmp_path), redirects=Std.from_str("11:1")).reify(envs_for(12))
-        assert [rank for rank, path in dest.stdouts.items() if path] == [11]
-
     def test_every_reify_has_its_own_directory_and_none_is_deleted(self, tmp_path: Path) -> None:
-        specs = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT)
+        specs, other = (DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT) for _ in range(2))
+        other.reify(envs_for(1))
         seen = []
         for _ in range(3):
             path = Path(specs.reify(envs_for(1)).stdouts[0])
@@ -172,18 +179,9 @@ class TestLayout:
             seen.append(path)
         assert [path.parts[-3] for path in seen] == ["attempt_0", "attempt_1", "attempt_2"]
         assert all(path.read_text() == "kept" for path in seen)
-        assert len(support.run_dirs(tmp_path)) == 1
-
-    def test_takes_the_next_free_number(self, tmp_path: Path) -> None:
-        specs = DefaultLogsSpecs(str(tmp_path))
-        first = Path(specs.reify(envs_for(1)).error_files[0])
-        (first.parents[2] / "attempt_1").mkdir()
-        (first.parents[2] / "attempt_2").write_text("a file")
-        assert Path(specs.reify(envs_for(1)).error_files[0]).parts[-3] == "attempt_3"
-
-    def test_two_objects_do_not_share_a_directory(self, tmp_path: Path) -> None:
-        for _ in range(2):
-            DefaultLogsSpecs(str(tmp_path)).reify(envs_for(1))
+        (seen[0].parents[2] / "attempt_3").mkdir()
+        (seen[0].parents[2] / "attempt_4").write_text("a file")
+        assert Path(specs.reify(envs_for(1)).stdouts[0]).parts[-3] == "attempt_5"
         assert len(support.run_dirs(tmp_path)) == 2
 
     def test_goes_on_if_somebody_cleaned_up(self, tmp_path: Path) -> None:
@@ -199,8 +197,6 @@ class TestLayout:
         specs = DefaultLogsSpecs("logs")
         assert specs.root_log_dir == "logs"
         monkeypatch.chdir("/")
-        assert specs.reify(envs_for(1))
-        assert (tmp_path / "logs").is_dir()
         envs = envs_for(1)
         specs.reify(envs)
         assert envs[0]["TORCHELASTIC_ERROR_FILE"].startswith(str(tmp_path))
@@ -224,7 +220,7 @@ class TestLayout:
         dest = DefaultLogsSpecs(str(tmp_path)).reify({})
         assert dest.error_files == {}
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert support.run_dirs(tmp_path)[0].name.startswith("test_run_id_")
+        assert support.run_dirs(tmp_path)[0].name.startswith("test_run_id_"), "they name no run either"
 
 
 class TestRunId:
@@ -255,10 +251,6 @@ class TestRunId:
         Path(dest.stdouts[0]).write_text("it is a real path")
         assert Path(dest.stdouts[0]).parents[2] == run_dir
 
-    def test_without_one(self, tmp_path: Path) -> None:
-        DefaultLogsSpecs(str(tmp_path)).reify({0: {}})
-        assert support.run_dirs(tmp_path)[0].name.startswith("test_run_id_")
-
 
 class TestLogDir:
     def test_is_created(self, tmp_path: Path) -> None:
@@ -286,6 +278,7 @@ class TestLogDir:
             ("/tmp/nul\0", "null"),
             ("/tmp/" + "x" * 300, "File name too long"),
             ("/tmp/\ud800", "surrogates not allowed"),
+            ("/proc", "No such file"),  # Not even root can make a directory there.
         ],
     )
     def test_cannot_be_created(self, path: str, reason: str) -> None:
@@ -294,11 +287,6 @@ class TestLogDir:
         assert repr(path) in str(caught.value)
         assert reason in str(caught.value)
         assert "\n" not in str(caught.value)
-
-    def test_cannot_be_written(self) -> None:
-        """/proc exists, and nobody, not even root, can make a directory in it."""
-        with pytest.raises(UserError, match=r"'/proc' cannot be created or written to: \w"):
-            DefaultLogsSpecs("/proc")
 
     def test_cannot_be_written_without_permission(self) -> None:
         """In a child that gives up root's powers, so that the permission bits count."""
@@ -350,21 +338,22 @@ class TestTemporaryDirectory:
         assert made.stat().st_mode & 0o777 == 0o700
 
     def test_falls_back_if_tmpdir_is_unusable(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TMPDIR", "/nonexistent")
-        monkeypatch.setenv("TEMP", "/nonexistent")
-        monkeypatch.setenv("TMP", "/nonexistent")
+        for name in ("TMPDIR", "TEMP", "TMP"):
+            monkeypatch.setenv(name, "/nonexistent")
         specs = DefaultLogsSpecs()
         assert Path(specs.root_log_dir).is_dir()
         specs.remove_if_unused()
         assert not Path(specs.root_log_dir).exists()
 
-    def test_unused_is_removed(self, temp_dir: Path) -> None:
+    def test_unused_is_removed_and_can_be_used_again(self, temp_dir: Path) -> None:
         specs = DefaultLogsSpecs(redirects=Std.OUT)
-        specs.reify(envs_for(2))
-        specs.reify(envs_for(2))
-        specs.remove_if_unused()
-        assert list(temp_dir.iterdir()) == []
-        specs.remove_if_unused()
+        for _ in range(2):
+            assert Path(specs.reify(envs_for(2)).error_files[0]).parent.is_dir()
+            assert Path(specs.root_log_dir).stat().st_mode & 0o777 == 0o700
+            specs.reify(envs_for(2))
+            specs.remove_if_unused()
+            assert list(temp_dir.iterdir()) == []
+            specs.remove_if_unused()
 
     def test_used_is_kept(self, temp_dir: Path) -> None:
         specs = DefaultLogsSpecs()
@@ -374,13 +363,9 @@ class TestTemporaryDirectory:
             specs.remove_if_unused()
         assert [path for path in temp_dir.rglob("*") if path.is_file()] == [Path(dest.error_files[1])]
         assert not Path(dest.error_files[0]).parent.exists()
-
-    def test_can_be_used_again_after_removal(self, temp_dir: Path) -> None:
-        specs = DefaultLogsSpecs()
-        specs.reify(envs_for(1))
-        specs.remove_if_unused()
-        assert Path(specs.reify(envs_for(1)).error_files[0]).parent.is_dir()
-        assert Path(specs.root_log_dir).stat().st_mode & 0o777 == 0o700
+        Path(specs.reify(envs_for(1)).error_files[0]).write_text("{}")
+        specs.remove_if_unused(keep_errors=False)
+        assert list(temp_dir.iterdir()) == []
 
     def test_users_log_dir_is_left_alone(self, tmp_path: Path) -> None:
         specs = DefaultLogsSpecs(str(tmp_path))

@@ -160,8 +160,11 @@ RUN = Settings(2, 4, policy=RestartPolicy(3, fatal_exit_codes=frozenset({3, 1}))
         ({"max_nodes": 3}, "--nnodes 2:3, this run has --nnodes 2:4"),
         ({"lease_s": 7.5}, "--lease 7.5, this run has --lease 5"),
         ({"drop_timeout_s": 1.0}, "drop_timeout=1, this run has drop_timeout=2"),
+        ({"admit_delay_s": 0.0}, "--admit-delay 0, this run has --admit-delay 5"),
         ({"admit": Admit.ON_RESTART}, "--admit on-restart, this run has --admit now"),
         ({"policy": replace(RUN.policy, max_restarts=0)}, "--max-restarts 0, this run has --max-restarts 3"),
+        ({"policy": replace(RUN.policy, loss_limit=9)}, "--loss-limit 9, this run has --loss-limit 20"),
+        ({"policy": replace(RUN.policy, loss_window_s=9.0)}, "--loss-window 9, this run has --loss-window 3600"),
         ({"policy": replace(RUN.policy, window_s=9.0)}, "--restart-window 9, this run has --restart-window none"),
         (
             {"policy": replace(RUN.policy, fatal_exit_codes=frozenset())},

@@ -58,10 +58,7 @@ def test_spec_fields_keep_their_positions_and_defaults() -> None:
         ("restart_policy", None),
         ("hang_policy", None),
         ("events_file", ""),
-        ("dashboard", False),
-        ("dashboard_addr", "127.0.0.1:0"),
-        ("dashboard_linger_s", 300.0),
-        ("token_file", ""),
+        ("on_first_node", None),
     ]
 
 

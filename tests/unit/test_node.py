@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import InternalError
+from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership import node_lease, protocol
 from holdfast.rendezvous.membership.model import (
     End,
@@ -31,7 +32,7 @@ from holdfast.rendezvous.membership.node import (
     STANDING_CHANGES,
     JoinRequested,
     Participant,
-    Received,
+    Pushed,
     Standing,
     Welcomed,
 )
@@ -47,7 +48,6 @@ from holdfast.rendezvous.membership.protocol import (
     Return,
     Succeeded,
 )
-from holdfast.rendezvous.membership.restart_policy import Failure
 
 LEASE_S = 2.0
 JOINED_AT = 10.0
@@ -66,7 +66,7 @@ def outside(term: int = 1, last_round: int = 0, **settings: Any) -> Participant:
     node = Participant(NodeFacts("n"), SETTINGS, NodeLease(LeaseSettings(0.5, LEASE_S, **settings)))
     node.step(protocol.TimePassed(), JOINED_AT - 1.0)
     node.step(Welcomed(term, last_round), JOINED_AT - 1.0)
-    node.step(Received(HeartbeatAnswer(1)), JOINED_AT - 1.0)
+    node.step(Pushed(HeartbeatAnswer(1)), JOINED_AT - 1.0)
     return node
 
 
@@ -79,7 +79,7 @@ def waiting(**settings: Any) -> Participant:
 def member(**settings: Any) -> Participant:
     """A node that has joined at `JOINED_AT`, was sealed at once, and whose second heartbeat is on its way."""
     node = waiting(**settings)
-    node.step(Received(Sealed("n/0", PLACE)), JOINED_AT)
+    node.step(Pushed(Sealed("n/0", PLACE)), JOINED_AT)
     node.step(protocol.TimePassed(), JOINED_AT + 0.6)
     return node
 
@@ -111,15 +111,15 @@ def test_a_round_from_join_to_join() -> None:
     first, again = NodeFacts("n", port=7), NodeFacts("n", port=8)
     assert said(node.step(JoinRequested(7), JOINED_AT)) == [Join(first, SETTINGS, None, 4)]
     place = replace(PLACE, round=5)
-    assert node.step(Received(Sealed("n/0", place)), JOINED_AT) == [SetLease(JOINED_AT + 1.8), Sealed("n/0", place)]
+    assert node.step(Pushed(Sealed("n/0", place)), JOINED_AT) == [SetLease(JOINED_AT + 1.8), Sealed("n/0", place)]
     assert said(node.step(Failed(4, FAILURE), JOINED_AT)) == [], "of another round"
     assert said(node.step(Failed(5, FAILURE), JOINED_AT)) == [Failed(5, FAILURE)]
     stop = replace(STOP, round=5)
-    assert node.step(Received(STOP), JOINED_AT) == [], "of another round"
-    assert node.step(Received(stop), JOINED_AT) == [stop]
+    assert node.step(Pushed(STOP), JOINED_AT) == [], "of another round"
+    assert node.step(Pushed(stop), JOINED_AT) == [stop]
     commands = node.step(JoinRequested(8), JOINED_AT)
     assert commands == [SetLease(None), Join(again, SETTINGS, place, 5, False, FAILURE, stop)]
-    node.step(Received(Sealed("n/0", replace(PLACE, round=6))), JOINED_AT)
+    node.step(Pushed(Sealed("n/0", replace(PLACE, round=6))), JOINED_AT)
     assert said(node.step(JoinRequested(9), JOINED_AT))[0].failure is None, "it was of the round before"
 
 
@@ -148,7 +148,7 @@ def test_success_is_said_once_and_again_on_the_next_connection() -> None:
         (waiting, [Leaving()], [Leaving()]),
         (waiting, [Leaving(), Left()], [Left()]),
         (outside, [Close("enough")], [Close("enough")]),
-        (waiting, [Received(SUCCESS)], [Left()]),
+        (waiting, [Pushed(SUCCESS)], [Left()]),
     ],
 )
 def test_what_may_have_got_lost_is_said_again(begin: Any, events: list[Any], expected: list[Any]) -> None:
@@ -164,7 +164,7 @@ def test_every_node_tells_the_last_round_that_it_has_heard_of() -> None:
         node.step(JoinRequested(1), JOINED_AT + 0.6)
         assert [join.heard_round for join in reconnect(node)] == [expected]
     node = waiting()
-    assert told(node.step(Received(StandBy(5, "round 5 runs")), JOINED_AT)) == [StandBy(5, "round 5 runs")]
+    assert told(node.step(Pushed(StandBy(5, "round 5 runs")), JOINED_AT)) == [StandBy(5, "round 5 runs")]
     [join] = reconnect(node, last_round=3)
     assert join.heard_round == 5
 
@@ -174,19 +174,19 @@ def test_leaving_and_the_end() -> None:
     assert said(node.step(Leaving(), IN_TIME)) == [Leaving()]
     assert said(node.step(Left(), IN_TIME)) == [Left()]
     node = member()
-    assert node.step(Received(SUCCESS), IN_TIME) == [Left(), SetLease(None), SUCCESS]
+    assert node.step(Pushed(SUCCESS), IN_TIME) == [Left(), SetLease(None), SUCCESS]
     assert (node.standing, node.next_deadline()) == (Standing.DONE, None)
     assert node.step(JoinRequested(2), IN_TIME) == [SUCCESS]
     assert node.step(Leaving(), IN_TIME) == []
     node = waiting()
-    assert node.step(Received(Refused("no")), IN_TIME) == [Refused("no")]
+    assert node.step(Pushed(Refused("no")), IN_TIME) == [Refused("no")]
     assert node.step(JoinRequested(2), IN_TIME) == [Refused("no")]
 
 
 def test_what_the_agent_hears_while_it_waits() -> None:
     progress, notice = Progress(1, 2, 2, 9.0), Notice("node b was turned away: --nnodes 3, this run has --nnodes 2")
     for node, expected in ((waiting(), [progress, notice]), (member(), [notice])):
-        heard = [each for message in (progress, notice) for each in told(node.step(Received(message), IN_TIME))]
+        heard = [each for message in (progress, notice) for each in told(node.step(Pushed(message), IN_TIME))]
         assert heard == expected
 
 
@@ -198,13 +198,13 @@ def test_what_the_agent_hears_while_it_waits() -> None:
 def test_a_place_that_is_not_for_this_join_is_not_taken(late: Sealed) -> None:
     node = member()
     node.step(JoinRequested(2), IN_TIME)
-    assert node.step(Received(late), IN_TIME) == []
+    assert node.step(Pushed(late), IN_TIME) == []
     assert node.standing is Standing.WAITING
 
 
 def test_a_place_that_comes_after_its_lease_is_lost_at_once() -> None:
     node = waiting()
-    commands = node.step(Received(Sealed("n/0", PLACE)), TOO_LATE)
+    commands = node.step(Pushed(Sealed("n/0", PLACE)), TOO_LATE)
     assert told(commands) == []
     assert [join.facts.key for join in said(commands)] == ["n/1"]
 
@@ -214,28 +214,28 @@ def test_a_place_that_comes_after_its_lease_is_lost_at_once() -> None:
 
 def test_one_that_is_expelled_kills_its_workers_and_comes_back_as_a_stranger() -> None:
     node = member()
-    assert node.step(Received(Expelled("it was silent")), IN_TIME) == [SetLease(IN_TIME), PlaceLost(1, "it was silent")]
+    assert node.step(Pushed(Expelled("it was silent")), IN_TIME) == [SetLease(IN_TIME), PlaceLost(1, "it was silent")]
     assert node.standing is Standing.OUTSIDE
     [join] = said(node.step(JoinRequested(2), IN_TIME))
     assert (join.facts.key, join.place, join.has_lost_place, join.failure) == ("n/1", PLACE, True, None)
 
 
 def test_one_that_is_expelled_while_it_waits_joins_again_by_itself() -> None:
-    [join] = said(waiting().step(Received(Expelled("a newer incarnation")), IN_TIME))
+    [join] = said(waiting().step(Pushed(Expelled("a newer incarnation")), IN_TIME))
     assert (join.facts.key, join.has_lost_place) == ("n/1", False)
 
 
 def test_one_that_leaves_has_nothing_to_lose_but_its_workers() -> None:
     node = member()
     node.step(Leaving(), JOINED_AT)
-    assert node.step(Received(Expelled("it was silent")), IN_TIME) == [SetLease(IN_TIME)]
+    assert node.step(Pushed(Expelled("it was silent")), IN_TIME) == [SetLease(IN_TIME)]
     assert node.standing is Standing.LEAVING
 
 
 LATE = [
     Failed(1, FAILURE),
     Succeeded(1),
-    Received(HeartbeatAnswer(2)),
+    Pushed(HeartbeatAnswer(2)),
     node_lease.Disconnected(),
     node_lease.ConnectFailed(was_refused=True),
 ]
@@ -279,7 +279,7 @@ def test_a_coordinator_that_was_replaced_is_never_accepted_again() -> None:
 
 def test_one_that_resigns_leaves_the_node_its_lease() -> None:
     node = member(does_refusal_renew=False, locate_after_s=0.5)
-    assert node.step(Received(Resigned()), JOINED_AT + 0.7) == []
+    assert node.step(Pushed(Resigned()), JOINED_AT + 0.7) == []
     assert node.step(node_lease.Disconnected(), JOINED_AT + 0.7) == [Locate()]
     assert node.step(node_lease.ConnectFailed(was_refused=False), JOINED_AT + 1.0) == []
     assert told(node.step(protocol.TimePassed(), IN_TIME)) == []
@@ -298,4 +298,4 @@ def test_a_place_that_is_lost_because_the_agent_is_stuck() -> None:
     notice = Notice("the agent's loop has not turned for 2.0 s, so its heartbeats stop")
     assert told(node.step(node_lease.LoopSeen(LEASE_S), IN_TIME)) == [notice]
     lost = PlaceLost(1, "the agent's loop did not turn for too long")
-    assert told(node.step(Received(HeartbeatAnswer(99)), TOO_LATE)) == [lost]
+    assert told(node.step(Pushed(HeartbeatAnswer(99)), TOO_LATE)) == [lost]

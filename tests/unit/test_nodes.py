@@ -44,6 +44,32 @@ def test_nobody() -> None:
     nodes.check()
 
 
+def test_a_node_that_is_held_does_not_wait_before_its_time(nodes: NodeTable) -> None:
+    def add_d(now: float, held_until: float) -> None:
+        nodes.add(NodeFacts("d"), Stage.WAITING, now, held_until)
+
+    add_d(3.0, 9.0)
+    add_d(4.0, 4.0)
+    assert (arrived(nodes), nodes.next_release_at()) == ("abc", 9.0), "it is known, and held as before"
+    nodes.drop(nodes["d/0"], 20.0)
+    assert [nodes.held_beyond(at) for at in (8.9, 9.0)] == [1, 0]
+    nodes.reopen(nodes["d/0"], 5.0)
+    for at, waiting in ((8.9, "abc"), (9.0, "abcd")):
+        nodes.release(at)
+        nodes.check()
+        assert arrived(nodes) == waiting
+    add_d(10.0, 99.0)
+    assert (arrived(nodes), nodes.next_release_at()) == ("abcd", None), "once is enough"
+    nodes.remove("d/0")
+    add_d(11.0, 99.0)
+    nodes.drop(nodes["d/0"], 200.0)
+    nodes.release(99.0)
+    assert arrived(nodes) == "abc", "its connection is closed"
+    nodes.check()
+    nodes.reopen(nodes["d/0"], 100.0)
+    assert arrived(nodes) == "abcd"
+
+
 def test_the_longest_silent_is_first(nodes: NodeTable) -> None:
     assert first(nodes) == ("a", 0.0)
     nodes.hear("a/0", 5.0)

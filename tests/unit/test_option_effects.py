@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,18 @@ def spec(agent: LocalElasticAgent) -> WorkerSpec:
 
 
 def policy(agent: LocalElasticAgent) -> RestartPolicy:
-    return agent._policy
+    return spec(agent).policy
 
 
 def hangs(agent: LocalElasticAgent) -> HangPolicy | None:
     return spec(agent).hang_policy
+
+
+def beside(agent: LocalElasticAgent) -> dict[str, Any]:
+    """What the dashboard is started with."""
+    started = spec(agent).on_first_node
+    assert isinstance(started, partial)
+    return started.keywords
 
 
 def handler(agent: LocalElasticAgent) -> Any:
@@ -100,17 +108,18 @@ EFFECTS = {
     "rdzv_endpoint": Effect("host9:77", lambda a: handler(a)._addresses, [("host9", 77)], TCP),
     "rdzv_id": Effect("job7", lambda a: handler(a).get_run_id(), "job7"),
     "rdzv_conf": Effect("read_timeout=7", lambda a: meeting(a).read_timeout_s, 7.0, TCP),
-    "node_rank": Effect("2", lambda a: meeting(a).requested_rank, 2, TCP),
+    "node_rank": Effect("2", lambda a: meeting(a).rank, 2, TCP),
     "master_addr": Effect("host9", lambda a: spec(a).master_addr, "host9", STATIC),
     "master_port": Effect("77", lambda a: spec(a).master_port, 77, STATIC),
     "local_addr": Effect("10.0.0.9", lambda a: (spec(a).local_addr, meeting(a).local_addr), ("10.0.0.9",) * 2, TCP),
     "resolve_timeout": Effect("2m", lambda a: meeting(a).resolve_timeout_s, 120.0, TCP),
     "join_timeout": Effect("7m", lambda a: agreed(a).join_timeout_s, 420.0, TCP),
     "last_call": Effect("7s", lambda a: agreed(a).last_call_s, 7.0, TCP),
-    "exit_barrier_timeout": Effect("7m", lambda a: a._machine.peers_timeout_s, 420.0),
+    "exit_barrier_timeout": Effect("7m", lambda a: a._exit_barrier_timeout, 420.0),
     "lease": Effect("70", lambda a: agreed(a).lease_s, 70.0, TCP),
     "admit": Effect("on-restart", lambda a: agreed(a).admit, Admit.ON_RESTART, TCP),
-    "on_isolation": Effect("continue", lambda a: meeting(a).continue_when_isolated, True, TCP),
+    "admit_delay": Effect("7", lambda a: agreed(a).admit_delay_s, 7.0, TCP),
+    "on_isolation": Effect("continue", lambda a: meeting(a).on_isolation, "continue", TCP),
     "token_file": Effect("secret", lambda a: meeting(a).token, b"the word of the day", TCP),
     "require_token": Effect(None, lambda a: meeting(a).require_token, True, f"{TCP} --token-file=secret"),
     "tls_cert": Effect("c.pem", lambda a: meeting(a).tls.cert, "c.pem", TCP),
@@ -120,6 +129,8 @@ EFFECTS = {
     "restart_window": Effect("7m", lambda a: policy(a).window_s, 420.0, "--max-restarts=1"),
     "restart_backoff": Effect("7s", lambda a: policy(a).backoff_s, 7.0),
     "no_progress_limit": Effect("7", lambda a: policy(a).no_progress_limit, 7),
+    "loss_limit": Effect("7", lambda a: policy(a).loss_limit, 7),
+    "loss_window": Effect("7m", lambda a: policy(a).loss_window_s, 420.0),
     "fatal_exit_codes": Effect("7", lambda a: policy(a).fatal_exit_codes, {7}),
     "fatal_exceptions": Effect("Bad", lambda a: policy(a).fatal_exceptions, {"Bad"}),
     "uncounted_exit_codes": Effect("7", lambda a: policy(a).uncounted_exit_codes, {7}),
@@ -152,9 +163,9 @@ EFFECTS = {
     "verbose": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.DEBUG),
     "event_log_handler": Effect("file:e.json", lambda a: spec(a).event_log_handler, "file:e.json"),
     "events_file": Effect("e.jsonl", lambda a: spec(a).events_file, "e.jsonl"),
-    "dashboard": Effect(None, lambda a: spec(a).dashboard, True),
-    "dashboard_addr": Effect("[::1]:7", lambda a: spec(a).dashboard_addr, "[::1]:7", "--dashboard"),
-    "dashboard_linger": Effect("7m", lambda a: spec(a).dashboard_linger_s, 420.0, "--dashboard"),
+    "dashboard": Effect(None, lambda a: spec(a).on_first_node is not None, True),
+    "dashboard_addr": Effect("[::1]:7", lambda a: beside(a)["addr"], "[::1]:7", "--dashboard"),
+    "dashboard_linger": Effect("7m", lambda a: beside(a)["linger_s"], 420.0, "--dashboard"),
     "http": Effect(":9400", lambda a: meeting(a).http, ":9400", TCP),
     "health_port": Effect(str(HEALTH_PORT), lambda a: getattr(a._health_check_server, "port", None), HEALTH_PORT),
 }

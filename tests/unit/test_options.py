@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.cli import command_line, options, parser
+from holdfast.cli import command_line, options, parser, submit
 from holdfast.cli.options import OPTIONS, Option
 from holdfast.cli.parser import RunParser, help_text
 
@@ -74,6 +76,8 @@ DEFAULTS = {
     "event_log_handler": "null",
     "events_file": None,
     "no_progress_limit": None,
+    "loss_limit": None,
+    "loss_window": None,
     "role": "default",
     "module": False,
     "no_python": False,
@@ -92,6 +96,7 @@ DEFAULTS = {
     "exit_barrier_timeout": None,
     "lease": None,
     "admit": None,
+    "admit_delay": None,
     "on_isolation": None,
     "require_token": False,
     "token_file": None,
@@ -146,6 +151,8 @@ VALUES = {
     "nnodes": ("1:4", "1:4"),
     "max_restarts": ("7", 7),
     "no_progress_limit": ("3", 3),
+    "loss_limit": ("5", 5),
+    "loss_window": ("10m", 600.0),
     "monitor_interval": ("2.5", 2.5),
     "start_method": ("fork", "fork"),
     "node_rank": ("3", 3),
@@ -161,6 +168,7 @@ VALUES = {
     "last_call": ("1.5s", 1.5),
     "exit_barrier_timeout": ("1h", 3600.0),
     "lease": ("15", 15.0),
+    "admit_delay": ("0", 0.0),
     "restart_window": ("2h", 7200.0),
     "restart_backoff": ("1d", 86400.0),
     "grace_period": ("90s", 90.0),
@@ -458,7 +466,7 @@ def test_an_option_that_a_caller_adds() -> None:
 @pytest.mark.parametrize("width", [80, 100])
 def test_help(width: int) -> None:
     text = help_text(width)
-    assert max(map(len, text.splitlines())) <= width
+    assert max(len(line) for line in text.splitlines() if "docs/ is /" not in line) <= width
     assert [group for group in options.GROUPS if f"\n{group}:\n" in text] == list(options.GROUPS)
     for option in OPTIONS:
         assert f"\n  {option.invocation}" in text
@@ -467,6 +475,26 @@ def test_help(width: int) -> None:
     joined = " ".join(text.split())
     assert "watched by events" in joined
     assert "(default: 0.1)" in joined
+
+
+def test_help_says_where_the_documents_are_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are in the wheel, too."""
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"] == {"docs": "holdfast/docs"}
+    texts = [help_text(80)]
+    for command in (submit.submit, submit.render):
+        assert command(["--help"]) == 0
+        texts.append(capsys.readouterr().out)
+    for text in texts:
+        assert f"docs/ is {ROOT / 'docs'}\n" in text
+        named = re.findall(r"docs/(\S+\.md)", text)
+        assert named
+        assert [name for name in named if not (ROOT / "docs" / name).is_file()] == []
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(parser.holdfast, "__file__", str(tmp_path / "__init__.py"))
+    assert parser.documents_line() == f"docs/ is {tmp_path / 'docs'}"
 
 
 def test_help_names_every_choice() -> None:

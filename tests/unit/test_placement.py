@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from holdfast.errors import RUN_CLOSED
 from holdfast.hosts.placement import (
     ClusterLost,
     Command,
@@ -214,6 +215,13 @@ def test_a_signal_is_passed_on_each_time() -> None:
     assert Cut("b") in job.pass_time()
     assert job.now == stopped_at + 10  # And not after the whole grace.
     assert job.end == Outcome(130)
+
+
+def test_a_closed_run_is_over_for_all() -> None:
+    """`holdfast stop` is not a problem of one node."""
+    job = Job(1, 2).running(A, B)
+    assert job.take(Ended("a", RUN_CLOSED), Ended("b", RUN_CLOSED), NodesSeen((A, B, C))) == []
+    assert job.end == Outcome(RUN_CLOSED)
 
 
 def test_a_signal_before_anything_runs() -> None:

@@ -135,6 +135,8 @@ def test_the_board_goes_away_under_a_writer(monkeypatch: pytest.MonkeyPatch) -> 
     on(board, 0, monkeypatch)
     holdfast.progress(step=1)
     board.close()
+    board.close()
+    assert (board.read(0), board.total(0)) == ((None, None), None)
     for step in range(1000):
         holdfast.progress(step=step)
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.failures.records import Evidence, Failure, Folded
 from holdfast.rendezvous.membership import frames, keys, model, protocol
 from holdfast.rendezvous.membership.frames import (
     DOWNWARD,
@@ -34,8 +35,10 @@ from holdfast.rendezvous.membership.model import (
     Stop,
     World,
 )
-from holdfast.rendezvous.membership.protocol import Join, Return
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership.protocol import MAJOR, Join, Return
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.rendezvous.membership.round import Round
+from holdfast.telemetry.stragglers import LINES, STEPS, Straggler
 
 FACTS = NodeFacts("node-a", 3, "10.0.0.1", 4711, "trainer", 8, 2, 12.5, "0123456789abcdef")
 POLICY = RestartPolicy(3, 600.0, 1.0, 30.0, frozenset({13}), frozenset({"SyntaxError"}), frozenset({143}))
@@ -44,15 +47,18 @@ MEMBERS = [
     replace(FACTS, node_id=name, role=role) for name, role in zip("abc", ("trainer", "trainer", "reader"), strict=True)
 ]
 PLACE = World.of(4, 7, MEMBERS, 2).place_of("b/3")
-FAILURE = Failure("node-a", 5, -9, "RuntimeError", "rank 5 died of SIGKILL", True)
+FOLDED = Folded((6, 7, 9), "exit code", "exited with code 3")
+SLOW = (Straggler(5, 0.5, 2.0, STEPS, 4), Straggler(7, 0.0, 1.0, LINES, 2))
+EVIDENCE = Evidence("RuntimeError: x", "Traceback", left=("/core.7",), stragglers=SLOW, others=(FOLDED,))
+FAILURE = Failure("node-a", 5, -9, "RuntimeError", "rank 5 died of SIGKILL", True, EVIDENCE, "signal", "died", 1, 7, 3)
 NONCE = bytes(range(32))
 
 FROM_STRANGERS: list[Any] = [
-    protocol.Challenge(3, NONCE, True, 1),
-    protocol.Hello(3, "run/1", NONCE, 1, True, "10.0.0.1:29400"),
-    protocol.Ready(),
-    protocol.Introduction("node-a", b"ticket", 5),
-    protocol.Welcome(5, 7, b"ticket"),
+    protocol.Challenge(MAJOR, NONCE, True, 1),
+    protocol.Hello(MAJOR, "run/1", NONCE, 1, True, "10.0.0.1:29400"),
+    protocol.Proved(),
+    protocol.Introduction("node-a", b"secret", 5),
+    protocol.Welcome(5, 7, 2),
     protocol.Denied("no", is_passing=True),
 ]
 FROM_NODES: list[Any] = [
@@ -157,8 +163,8 @@ def test_other_kinds_are_expected_after_the_handshake() -> None:
 def test_fields_that_a_newer_peer_adds_do_no_harm() -> None:
     assert received(raw("Heartbeat", number=3, mood="fine"), UPWARD) == [protocol.Heartbeat(3)]
     assert received(raw("Notice", text="x", mood="fine"), DOWNWARD) == [model.Notice("x")]
-    hello = raw("Hello", version=3, minor=9, run_id="r", nonce=NONCE, compress="zstd")
-    assert received(hello, HANDSHAKE) == [protocol.Hello(3, "r", NONCE, minor=9)]
+    hello = raw("Hello", version=MAJOR, minor=9, run_id="r", nonce=NONCE, compress="zstd")
+    assert received(hello, HANDSHAKE) == [protocol.Hello(MAJOR, "r", NONCE, minor=9)]
 
 
 @pytest.mark.parametrize("version", [1, 2, 99])
@@ -205,7 +211,27 @@ def some_place(draw: st.DrawFn) -> Place:
     return world.place_of(draw(st.sampled_from(world.keys)))
 
 
-SOME_FAILURE = st.builds(Failure, NAMES, st.integers(-1, 9999), st.integers(-64, 255), NAMES, st.text(), st.booleans())
+SOME_FOLDED = st.builds(Folded, st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple), NAMES, st.text())
+SOME_EVIDENCE = st.builds(
+    Evidence,
+    st.text(),
+    stack=st.text(),
+    is_waiting=st.booleans(),
+    left=st.lists(st.text(), max_size=2).map(tuple),
+    others=st.lists(SOME_FOLDED, max_size=2).map(tuple),
+)
+SOME_FAILURE = st.builds(
+    Failure,
+    NAMES,
+    st.integers(-1, 9999),
+    st.integers(-64, 255),
+    NAMES,
+    st.text(),
+    st.booleans(),
+    SOME_EVIDENCE,
+    pid=COUNTS,
+    order=st.none() | COUNTS,
+)
 SOME_STOP = st.builds(Stop, COUNTS, st.text(), st.booleans(), st.booleans())
 SOME_OUTCOME = st.builds(Outcome, st.sampled_from(End), st.text(), st.none() | SOME_FAILURE)
 SOME_REQUEST = st.builds(
@@ -330,7 +356,7 @@ def test_wrong_types(kind: str, fields: dict[str, object], words: str) -> None:
     ("decoder", "message"),
     [
         (HANDSHAKE, Join(FACTS, SETTINGS)),
-        (UPWARD, protocol.Hello(3, "run", NONCE)),
+        (UPWARD, protocol.Hello(MAJOR, "run", NONCE)),
         (UPWARD, Stop(1, "x")),
         (DOWNWARD, protocol.Close("x")),
     ],
@@ -359,6 +385,14 @@ def wrong_failure(**changes: Any) -> protocol.Failed:
     return protocol.Failed(1, replace(FAILURE, **changes))
 
 
+def wrong_evidence(**changes: Any) -> protocol.Failed:
+    return wrong_failure(evidence=replace(EVIDENCE, **changes))
+
+
+def wrong_straggler(**changes: Any) -> protocol.Failed:
+    return wrong_evidence(stragglers=(replace(SLOW[0], **changes),))
+
+
 NAN, INF = float("nan"), float("inf")
 TOO_LONG = "x" * 20_000
 SENSELESS: list[tuple[Any, str]] = [
@@ -381,6 +415,7 @@ SENSELESS: list[tuple[Any, str]] = [
     (wrong_facts(node_id="x" * 257), "length <= 256 - at `$.facts.node_id`"),
     (wrong_facts(role="x" * 129), "length <= 128 - at `$.facts.role`"),
     (wrong_facts(grace_s=86401.0), "<= 86400.0 - at `$.facts.grace_s`"),
+    (wrong_facts(stop_margin_s=60.1), "<= 60.0 - at `$.facts.stop_margin_s`"),
     (wrong_place(node_count=6), "a place among 6 nodes in a run of at most 4"),
     (wrong_facts(role="x" * 1025), "$.facts.role"),
     (wrong_facts(incarnation=-1), "$.facts.incarnation"),
@@ -405,6 +440,19 @@ SENSELESS: list[tuple[Any, str]] = [
     (wrong_failure(text=TOO_LONG), "$.failure.text"),
     (wrong_failure(node="x" * 2000), "$.failure.node"),
     (wrong_failure(exitcode=2**60), "$.failure.exitcode"),
+    (wrong_failure(pid=-1), "$.failure.pid"),
+    (wrong_evidence(traceback=TOO_LONG), "$.failure.evidence.traceback"),
+    (wrong_evidence(note="x" * 2049), "$.failure.evidence.note"),
+    (wrong_evidence(left=("x",) * 17), "$.failure.evidence.left"),
+    (wrong_evidence(left=("x" * 1025,)), "$.failure.evidence.left[0]"),
+    (wrong_evidence(others=(FOLDED,) * 17), "$.failure.evidence.others"),
+    (wrong_evidence(others=(replace(FOLDED, ranks=(0,) * 1025),)), "$.failure.evidence.others[0].ranks"),
+    (wrong_evidence(others=(replace(FOLDED, ranks=(1 << 32,)),)), "$.failure.evidence.others[0].ranks[0]"),
+    (wrong_evidence(others=(replace(FOLDED, words="x" * 513),)), "$.failure.evidence.others[0].words"),
+    (wrong_evidence(stragglers=SLOW * 9), "$.failure.evidence.stragglers"),
+    *((wrong_straggler(per_s=value), "$.failure.evidence.stragglers[0].per_s") for value in (NAN, INF, -0.5)),
+    (wrong_straggler(rank=-1), "$.failure.evidence.stragglers[0].rank"),
+    (wrong_straggler(unit="\x1b"), "$.failure.evidence.stragglers[0].unit"),
     (protocol.Close(TOO_LONG), "$.reason"),
     (protocol.StoreRequest(b"", 1, "get", ("k",), timeout_s=NAN), "$.timeout_s"),
     (protocol.StoreRequest(b"", 1, "get", ("k",), timeout_s=INF), "$.timeout_s"),
@@ -414,10 +462,11 @@ SENSELESS: list[tuple[Any, str]] = [
     (model.Sealed("a/0", replace(PLACE, pattern=b"junk")), "Sealed makes no sense: a world whose pattern"),
     (model.Ended(Outcome(End.FAILED, TOO_LONG)), "$.outcome.reason"),
     (model.Progress(1, 1, 1, NAN), "$.seconds_left"),
-    (protocol.Hello(3, "run", b"short"), "Hello makes no sense: a nonce of 5 bytes"),
-    (protocol.Challenge(3, b"", True), "Challenge makes no sense: a nonce of 0 bytes"),
-    (protocol.Hello(3, "run", NONCE, endpoint=TOO_LONG), "$.endpoint"),
-    (protocol.Introduction("a", bytes(2000)), "$.ticket"),
+    (protocol.Hello(MAJOR, "run", b"short"), "Hello makes no sense: a nonce of 5 bytes"),
+    (protocol.Challenge(MAJOR, b"", True), "Challenge makes no sense: a nonce of 0 bytes"),
+    (protocol.Hello(MAJOR, "run", NONCE, endpoint=TOO_LONG), "$.endpoint"),
+    (protocol.Introduction("a", bytes(2000)), "$.secret"),
+    (protocol.StoreRequest(b"", 1, "wait", ("",) * (protocol.MAX_STORE_KEYS + 1)), "$.keys"),
     (protocol.Introduction("a", term=-1), "$.term"),
 ]
 
@@ -428,12 +477,45 @@ def test_values_that_make_no_sense(message: Any, words: str) -> None:
     assert words in refused(encode(message), decoder)
 
 
-def test_a_failure_can_be_cut_to_what_may_be_sent() -> None:
-    long = Failure("n" * 5000, 1, 1, "e" * 5000, "x" * 10**6)
-    cut = protocol.clipped(long)
+@pytest.mark.parametrize("filler", ["x", "\0", "\U0001f600", "\ud800"])
+def test_a_failure_can_be_cut_to_what_may_be_sent(filler: str) -> None:
+    """Not all of what a worker leaves is text that can be sent: JSON and paths may have halves of characters."""
+    huge = filler * 10**6
+    also = (Folded(tuple(range(2000)), huge, huge),) * 20
+    texts = dict.fromkeys(("message", "stack", "stderr_tail", "memory", "note", "hang", "refusal", "error_file"), huge)
+    evidence = Evidence(**texts, traceback=f"begin {huge} end", left=(huge,) * 20, stragglers=SLOW * 10, others=also)
+    cut = protocol.clipped(Failure(huge, 1, 1, huge, huge, evidence=evidence, words=huge))
     assert received(encode(protocol.Failed(1, cut)), UPWARD) == [protocol.Failed(1, cut)]
-    assert cut.text.endswith("x ...")
+    assert cut.text.endswith(" ...")
+    assert cut.evidence.traceback.startswith("begin ")
+    assert cut.evidence.traceback.endswith(" end")
+    assert "\n... (cut) ...\n" in cut.evidence.traceback
+    assert cut.evidence.others[0].ranks == tuple(range(1024))
     assert protocol.clipped(FAILURE) == FAILURE
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Evidence("\U0001f600" * 16_384, "\U0001f600" * 16_384),
+        Evidence(others=(Folded((2**32 - 1,) * 1024, "", ""),) * 16),
+    ],
+    ids=["texts", "ranks"],
+)
+def test_the_longest_outcome_fits_into_a_message(other: Evidence) -> None:
+    """Whatever the nodes have sent."""
+    huge = "\U0001f600" * 10**5
+    texts = dict.fromkeys(("message", "traceback", "stack", "stderr_tail", "memory", "note", "hang", "refusal"), huge)
+    also = (Folded((2**32 - 1,) * 1024, huge, huge),) * 16
+    evidence = Evidence(**texts, error_file=huge, logs=huge, left=(huge,) * 16, stragglers=SLOW * 8, others=also)
+    cause = protocol.clipped(Failure(huge, 1, 1, huge, huge, evidence=evidence, kind=huge, words=huge))
+    kept = Round(World.of(1, 1, MEMBERS))
+    for number, failure in enumerate([cause, *[replace(cause, evidence=other)] * 8]):
+        kept.report(str(number), failure)
+    others, ended = kept.failures_besides(cause), (model.RoundEnd(1, "\U0001f600" * 300),) * 8
+    assert (len(others), sum(each.evidence == other for each in others)) == (7, (1 << 16) // other.size_chars())
+    sent = encode(model.Ended(Outcome(End.FAILED, "\U0001f600" * protocol.MAX_TEXT, cause, others, ended)))
+    assert len(received(sent, DOWNWARD)) == 1
 
 
 def test_a_text_for_nodes_is_cut_to_what_may_be_sent() -> None:
@@ -486,7 +568,7 @@ def test_strangers_may_send_less() -> None:
 
 
 def test_the_longest_run_id_fits_into_a_handshake() -> None:
-    hello = protocol.Hello(3, "\U0001f600" * 1024, NONCE, 0, True, "x" * 256)
+    hello = protocol.Hello(MAJOR, "\U0001f600" * 1024, NONCE, 0, True, "x" * 256)
     stream = Frames(MAX_HANDSHAKE_BYTES)
     stream.feed(encode(hello))
     assert stream.next() == hello
@@ -561,6 +643,7 @@ def test_a_token_of_a_run_is_its_own_token_of_that_run() -> None:
     assert own == keys.run_token(own, "a") != keys.run_token(b"the token of all runs", "b")
 
 
-def test_a_ticket_is_for_one_node() -> None:
-    assert keys.ticket(b"key", "a") != keys.ticket(b"key", "b")
-    assert keys.ticket(b"key", "a") != keys.ticket(b"other", "a")
+def test_only_the_hash_of_a_secret_is_kept() -> None:
+    assert keys.hash_of_secret(b"secret") != keys.hash_of_secret(b"other")
+    assert b"secret" not in keys.hash_of_secret(b"secret")
+    assert keys.hash_of_secret(b"") == b""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.failures.records import REFUSAL, Failure
 from holdfast.rendezvous.membership.restart_policy import (
     FATAL_EXCEPTIONS,
-    REFUSAL,
     Advance,
     Budget,
     Decision,
-    Failure,
     GiveUp,
     Restart,
     RestartPolicy,
@@ -18,7 +17,6 @@ from holdfast.rendezvous.membership.restart_policy import (
     decide,
     excuse,
     objection_to,
-    root_cause,
 )
 
 NOW = 1000.0
@@ -134,25 +132,6 @@ def test_errors_in_the_program_are_fatal_by_default(name: str) -> None:
     )
 
 
-FIRST, SECOND = Failure("a", 0, text="first"), Failure("b", 1, text="second")
-RESULT = Failure("c", 2, text="connection closed by peer", is_consequence=True)
-LATER_RESULT = Failure("d", 3, text="connection reset", is_consequence=True)
-
-
-@pytest.mark.parametrize(
-    ("failures", "expected"),
-    [
-        ([FIRST], FIRST),
-        ([FIRST, SECOND], FIRST),
-        ([RESULT, SECOND, FIRST], SECOND),
-        ([RESULT, LATER_RESULT], RESULT),
-        ([RESULT], RESULT),
-    ],
-)
-def test_root_cause(failures: list[Failure], expected: Failure) -> None:
-    assert root_cause(failures) is expected
-
-
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
@@ -161,6 +140,8 @@ def test_root_cause(failures: list[Failure], expected: Failure) -> None:
         (RestartPolicy(-1), "max_restarts must be non-negative, not -1"),
         (RestartPolicy(1, window_s=0.0), "window_s must be above 0, not 0: "),
         (RestartPolicy(1, window_s=-5.0), "window_s must be above 0, not -5: "),
+        (RestartPolicy(loss_limit=-1), "loss_limit must be non-negative and loss_window_s above 0, not -1 and 3600"),
+        (RestartPolicy(loss_window_s=0.0), "loss_limit must be non-negative and loss_window_s above 0, not 20 and 0"),
         (RestartPolicy(1, backoff_s=-1.0), "backoff_s and backoff_cap_s must be non-negative, not -1 and 60"),
     ],
 )

@@ -1,1300 +1,291 @@
-"""The rules of a run, each as a short list of what happens and what is done about it.
+"""The machine of a run: which connection speaks for which node, terms, and what waits for a write.
 
-A script is a list of (time, event, commands). The times that the settings give: a node is suspect after 25 s of
-silence and lost after 50, or after 20 with its connection closed; the last call is 5 s, the join timeout 30 s. A
-coordinator that has no memory is of term 1, one that has is of term 2.
+Connections are numbers. A node `a` has the secret `a`, unless a test says otherwise.
 """
 
 from __future__ import annotations
 
-import time
-import tracemalloc
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
-from holdfast.errors import InternalError
-from holdfast.rendezvous.membership.model import (
-    PHASE_CHANGES,
-    Admit,
-    End,
-    Ended,
-    Memory,
-    NodeFacts,
-    Notice,
-    Outcome,
-    Place,
-    Progress,
-    Refused,
-    RoundEnd,
-    Sealed,
-    Settings,
-    Stage,
-    StandBy,
-    Stop,
+from holdfast.rendezvous.membership import model, protocol
+from holdfast.rendezvous.membership.keys import hash_of_secret
+from holdfast.rendezvous.membership.model import End, Memory, NodeFacts, Outcome, Settings
+from holdfast.rendezvous.membership.protocol import Denied, Heartbeat, HeartbeatAnswer, Introduction, Join, Welcome
+from holdfast.rendezvous.membership.run import (
+    Access,
+    Closed,
+    Opened,
+    Ready,
+    Received,
+    Run,
+    TermRaised,
+    Written,
 )
-from holdfast.rendezvous.membership.protocol import (
-    Close,
-    ConnectionClosed,
-    Expel,
-    Failed,
-    ForgetRun,
-    From,
-    Heartbeat,
-    Join,
-    Leaving,
-    Left,
-    Remember,
-    Return,
-    Succeeded,
-    Tell,
-    TimePassed,
-)
-from holdfast.rendezvous.membership.restart_policy import Advance, Failure, RestartPolicy
-from holdfast.rendezvous.membership.run import Membership, Phase
 
-Script = list[tuple[float, Any, list[Any]]]
-TIME = TimePassed()
+ONE = Settings(1, 1, last_call_s=0.0)
+PAIR = Settings(2, 2, 30.0)
+UP_TO_3 = Settings(1, 3, 30.0, last_call_s=5.0)
 
 
-def settings(min_nodes: int, max_nodes: int, max_restarts: int = 0, **fields: Any) -> Settings:
-    usual = Settings(min_nodes, max_nodes, 30.0, 5.0, 10.0, 50.0, 20.0, 10.0, policy=RestartPolicy(max_restarts))
-    return replace(usual, **fields)
+def opened(conn: int, name: str, secret: str = "", term: int = 0) -> Opened:
+    return Opened(conn, Introduction(name, (secret or name).encode(), term))
 
 
-ONE, PAIR, THREE, UP_TO_2, UP_TO_3 = settings(1, 1), settings(2, 2), settings(3, 3), settings(1, 2), settings(1, 3)
-RETRY, RETRY_3 = settings(2, 2, max_restarts=1), settings(1, 3, max_restarts=1)
-BACKOFF = settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0))
-UNCOUNTED = settings(1, 1, policy=RestartPolicy(0, uncounted_exit_codes=frozenset({9})))
-ON_RESTART = settings(1, 2, admit=Admit.ON_RESTART)
+def joined(conn: int, name: str, settings: Settings = PAIR, incarnation: int = 0, **fields: Any) -> Received:
+    return Received(conn, Join(NodeFacts(name, incarnation), settings, **fields))
 
 
-def key(name: str) -> str:
-    """`a`, or `a/1` for its next incarnation."""
-    return name if "/" in name else f"{name}/0"
-
-
-def keys(names: str) -> tuple[str, ...]:
-    return tuple(map(key, names.split()))
-
-
-def facts(name: str, **fields: Any) -> NodeFacts:
-    node_id, _, incarnation = key(name).partition("/")
-    return NodeFacts(node_id, int(incarnation), **fields)
-
-
-# What happens.
-
-
-def place(round: int, rank: int = 0, count: int = 2, used: int = 0, term: int = 1) -> Place:
-    return Place(term, round, rank, count, (("default", 1),), b"", "", 0, used)
-
-
-def joined(name: str, of: Settings, last: int | Place = 0, **fields: Any) -> From:
-    """`last` is the place that the node had, or the round of it."""
-    had = place(last) if isinstance(last, int) and last else last or None
-    own = {each: fields.pop(each) for each in NodeFacts.__match_args__ if each in fields}
-    return From(key(name), Join(facts(name, **own), of, had, had.round if had else 0, **fields))
-
-
-def knows(name: str, of: Settings, heard_round: int) -> From:
-    """It joins without ever having had a place, but has heard of a round."""
-    return From(key(name), Join(facts(name), of, None, heard_round))
-
-
-def returned(name: str, of: Settings, last: Place | None = None, stage: Stage = Stage.RUNNING, **fields: Any) -> From:
-    return From(key(name), Return(facts(name, **fields), of, last or place(1), stage))
-
-
-def failure(name: str, **fields: Any) -> Failure:
-    return Failure(name, 0, text=f"{name} broke", **fields)
-
-
-def failed(name: str, round: int = 1, **fields: Any) -> From:
-    return From(key(name), Failed(round, failure(name, **fields)))
-
-
-def succeeded(name: str, round: int = 1) -> From:
-    return From(key(name), Succeeded(round))
-
-
-def leaving(name: str) -> From:
-    return From(key(name), Leaving())
-
-
-def left(name: str) -> From:
-    return From(key(name), Left())
-
-
-def heard(name: str) -> From:
-    return From(key(name), Heartbeat(1))
-
-
-def closes(reason: str = "enough", by: str = "a") -> From:
-    return From(f"{by}/0", Close(reason))
-
-
-def closed(name: str) -> ConnectionClosed:
-    return ConnectionClosed(key(name))
-
-
-# What is done.
-
-
-def written(round: int, used: int = 0, outcome: Outcome | None = None) -> list[Any]:
-    return [Remember(Memory(last_round=round, restarts_used=used, outcome=outcome))]
-
-
-def told_place(name: str, rank: int, round: int = 1, count: int = 2, used: int = 0, term: int = 1) -> list[Any]:
-    return [Tell(keys(name), Sealed(key(name), place(round, rank, count, used, term)))]
-
-
-def sealed(round: int, names: str, used: int = 0, term: int = 1) -> list[Any]:
-    each = names.split()
-    told = [told_place(name, rank, round, len(each), used, term) for rank, name in enumerate(each)]
-    return sum(told, written(round, used))
-
-
-def stop(names: str, reason: str, round: int = 1, is_failure: bool = False) -> list[Any]:
-    is_loss = "is lost" in reason or "lost its place" in reason or "did not come back" in reason
-    return [Tell(keys(names), Stop(round, reason, is_failure, is_loss=is_loss))]
-
-
-def broke(name: str, names: str = "a b", round: int = 1) -> list[Any]:
-    return stop(names, f"{name} broke", round, is_failure=True)
-
-
-def stop_again(name: str, round: int = 1, is_failure: bool = False) -> list[Any]:
-    return stop(name, "the round was stopped meanwhile", round, is_failure)
-
-
-def ended(names: str, outcome: Outcome, round: int = 1, used: int = 0) -> list[Any]:
-    return [*written(round, used, outcome.in_brief()), *([Tell(keys(names), Ended(outcome))] if names else [])]
-
-
-def progress(names: str, wanted: int, max_nodes: int, seconds_left: float) -> list[Any]:
-    return [Tell(keys(names), Progress(len(names.split()), wanted, max_nodes, seconds_left))]
-
-
-def notice(names: str, text: str) -> list[Any]:
-    return [Tell(keys(names), Notice(text))]
-
-
-def refused(name: str, problem: str, waiting: str = "") -> list[Any]:
-    others = notice(waiting, f"node {name} was turned away: {problem}") if waiting else []
-    return [Tell(keys(name), Refused(problem)), *others]
-
-
-def put_down(who: str, names: str, round: int = 1) -> list[Any]:
-    return notice(names, f"{who} (the failures of round {round} are put down to that, and not charged)")
-
-
-def standby(names: str, round: int, nodes: str) -> list[Any]:
-    return [Tell(keys(names), StandBy(round, f"round {round} runs with {nodes}, this node stands by"))]
-
-
-SUCCESS, CLOSED = Outcome(End.SUCCEEDED, "all workers have succeeded"), Outcome(End.CLOSED, "enough")
-USED_UP = "the 1 allowed restart is used up"
-GIVEN_AWAY = "its place in round {} was given away"
-NOT_BACK = "is lost: its connection closed and it was not back within 20 s"
-
-
-def gave_up(name: str, reason: str = "no restarts are allowed", **fields: Any) -> Outcome:
-    return Outcome(End.FAILED, reason, **{"cause": failure(name), **fields})
-
-
-PROVEN = replace(failure("b"), evidence="the traceback")
-
-
-def formed(of: Settings, names: str = "a b") -> Script:
-    """At 0 they join, one after the other, and the last of them makes the round full."""
-    *first, last = names.split()
-    waiting: Script = [(0.0, joined(name, of), []) for name in first]
-    return [*waiting, (0.0, joined(last, of), sealed(1, names))]
-
-
-ALONE_OF_3: Script = [(0.0, joined("a", UP_TO_3), []), (5.0, TIME, sealed(1, "a"))]
-
-FORMING: dict[str, Script] = {
-    "at max: at once": formed(PAIR),
-    "one node": formed(ONE, "a"),
-    "at min: after the last call": [
-        (0.0, joined("a", UP_TO_3), []),
-        (4.9, TIME, progress("a", 1, 3, 25.1)),
-        (5.0, TIME, sealed(1, "a")),
-    ],
-    "the last call is not restarted": [
-        (0.0, joined("a", UP_TO_3), []),
-        (4.5, joined("b", UP_TO_3), progress("a b", 1, 3, 25.5)),
-        (5.0, TIME, sealed(1, "a b")),
-    ],
-    "the last call begins at min": [
-        (0.0, joined("a", settings(2, 3)), []),
-        (10.0, joined("b", settings(2, 3)), progress("a b", 2, 3, 20.0)),
-        (14.9, TIME, []),
-        (15.0, TIME, sealed(1, "a b")),
-    ],
-    "below min again, the last call begins anew": [
-        (0.0, joined("a", settings(2, 3)), []),
-        (0.0, joined("b", settings(2, 3)), []),
-        (4.0, left("b"), progress("a", 2, 3, 26.0)),
-        (5.0, joined("c", settings(2, 3)), []),
-        (9.9, TIME, progress("a c", 2, 3, 20.1)),
-        (10.0, TIME, sealed(1, "a c")),
-    ],
-    "below min at the timeout": [
-        (0.0, joined("a", PAIR), []),
-        (29.9, TIME, progress("a", 2, 2, 30.0 - 29.9)),
-        (
-            30.0,
-            TIME,
-            ended("a", Outcome(End.FAILED, "only 1 of at least 2 nodes joined within 30 s (1 missing); joined: a"), 0),
-        ),
-    ],
-    "the timeout counts from the first to join, and not while nobody is there": [
-        (0.0, joined("a", PAIR), []),
-        (20.0, left("a"), []),
-        (40.0, joined("b", PAIR), []),
-        (69.0, TIME, progress("b", 2, 2, 1.0)),
-        (69.0, heard("b"), []),
-        (69.5, joined("a", PAIR), sealed(1, "b a")),
-    ],
-    "progress: once a second, if it has changed": [
-        (0.0, joined("a", THREE), []),
-        (0.5, joined("b", THREE), []),
-        (1.0, TIME, progress("a b", 3, 3, 29.0)),
-        (2.0, TIME, []),
-    ],
-    "a closed connection does not wait": [
-        (0.0, joined("a", PAIR), []),
-        (0.1, closed("a"), []),
-        (0.2, joined("b", PAIR), []),
-        (0.3, joined("a", PAIR), sealed(1, "a b")),
-    ],
-    "a silent one is not sealed before it is heard": [
-        (0.0, joined("a", PAIR), []),
-        (26.0, joined("b", PAIR), progress("a b", 2, 2, 4.0)),
-        (26.5, heard("b"), []),
-        (27.0, heard("a"), sealed(1, "a b")),
-    ],
-    "too many: those who were first": [
-        *formed(PAIR),
-        (1.0, joined("c", PAIR), standby("c", 1, "2 nodes")),
-    ],
-}
-
-UNREACHABLE = (
-    "its address is 127.0.0.1, where no other host can reach it, and a is at 10.0.0.1; "
-    "give this node an address with --local-addr"
-)
-TAKEN = "this node has rank {0} (--node-rank, or 0 if it was not given), and a has it already; give --node-rank {1}"
-NNODES = "--nnodes 2, this run has --nnodes {}"
-OUTDATED = Expel("a/1", "a newer incarnation of this node has joined")
-
-REFUSED: dict[str, Script] = {
-    "settings differ": [
-        (0.0, joined("a", PAIR), []),
-        (0.0, joined("b", replace(PAIR, lease_s=9.0)), refused("b", "--lease 9, this run has --lease 50", "a")),
-        (0.0, joined("c", PAIR), sealed(1, "a c")),
-    ],
-    "those who wait hear of it, at most once a second": [
-        (0.0, joined("a", THREE), []),
-        (0.0, joined("b", THREE), []),
-        (1.0, joined("c", PAIR), [*refused("c", NNODES.format(3), "a b"), *progress("a b", 3, 3, 29.0)]),
-        (1.9, joined("d", PAIR), refused("d", NNODES.format(3))),
-        (2.0, joined("e", UP_TO_2), refused("e", "--nnodes 1:2, this run has --nnodes 3", "a b")),
-    ],
-    "members of a round do not": [*formed(ONE, "a"), (1.0, joined("b", PAIR), refused("b", NNODES.format(1)))],
-    "settings differ, in words": [
-        (0.0, joined("a", ON_RESTART), []),
-        (0.0, joined("b", UP_TO_2), refused("b", "--admit now, this run has --admit on-restart", "a")),
-    ],
-    "unreachable": [
-        (0.0, joined("a", PAIR, address="10.0.0.1"), []),
-        (0.0, joined("b", PAIR, address="127.0.0.1"), refused("b", UNREACHABLE, "a")),
-    ],
-    "the rank of a node that is silent may be taken": [
-        (0.0, joined("a", THREE, requested_rank=1), []),
-        (1.0, TIME, progress("a", 3, 3, 29.0)),
-        (25.0, joined("b", THREE, requested_rank=1), refused("b", TAKEN.format(1, 0), "a")),
-        (25.1, joined("b", THREE, requested_rank=1), []),
-    ],
-    "the last words of an incarnation come after the first of the next": [
-        (0.0, joined("a/2", PAIR), []),
-        (0.0, joined("a/1", PAIR), [OUTDATED]),
-        (0.0, returned("a/1", PAIR), [OUTDATED]),
-        (0.0, joined("b", PAIR), sealed(1, "a/2 b")),
-    ],
-    "a rank that does not exist": [
-        (0.0, joined("a", PAIR, requested_rank=2), refused("a", "--node-rank 2, but this run has at most 2 nodes")),
-        (0.0, joined("a", PAIR, requested_rank=-1), refused("a", "--node-rank -1, but this run has at most 2 nodes")),
-    ],
-    "a rank that another has": [
-        (0.0, joined("a", PAIR, requested_rank=0), []),
-        (0.0, joined("b", PAIR, requested_rank=0), refused("b", TAKEN.format(0, 1), "a")),
-        (0.0, joined("a", PAIR, requested_rank=0), []),
-        (0.1, closed("a"), []),
-        (0.2, joined("b", PAIR, requested_rank=0), []),
-    ],
-}  # fmt: skip
-
-RUNNING: dict[str, Script] = {
-    "success of all": [
-        *formed(PAIR),
-        (1.0, succeeded("a"), []),
-        (2.0, succeeded("a"), []),
-        (3.0, succeeded("b"), ended("a b", SUCCESS)),
-        (4.0, left("a"), []),
-        (4.0, left("b"), [ForgetRun()]),
-    ],
-    "success of another round is none": [*formed(ONE, "a"), (1.0, succeeded("a", 2), []), (1.0, succeeded("a", 0), [])],
-    "success of a stranger is none": [*formed(ONE, "a"), (1.0, succeeded("x"), [])],
-    "finished and lost: it is not missed": [
-        *formed(PAIR),
-        (1.0, succeeded("a"), []),
-        (2.0, closed("a"), []),
-        (22.0, TIME, []),
-        (23.0, succeeded("b"), ended("b", SUCCESS)),
-    ],
-    "finished, but another failed: all go again": [
-        *formed(RETRY),
-        (1.0, succeeded("a"), []),
-        (2.0, failed("b"), broke("b")),
-        (3.0, joined("b", RETRY, 1), written(1, 1)),
-        (4.0, joined("a", RETRY, 1), sealed(2, "a b", 1)),
-    ],
-    "a newcomer below max is admitted": [
-        *ALONE_OF_3,
-        (6.0, joined("b", UP_TO_3), stop("a", "b joins")),
-        (7.0, joined("a", UP_TO_3, 1), sealed(2, "a b")),
-    ],
-    "a newcomer at max stands by, and takes the place of the lost": [
-        *formed(PAIR),
-        (1.0, joined("c", PAIR), standby("c", 1, "2 nodes")),
-        (2.0, closed("a"), []),
-        (22.0, TIME, stop("b", f"a {NOT_BACK}")),
-        (23.0, joined("b", PAIR, 1), sealed(2, "c b")),
-    ],
-    "on-restart a newcomer stands by": [
-        (0.0, joined("a", ON_RESTART), []),
-        (5.0, TIME, sealed(1, "a")),
-        (6.0, joined("b", ON_RESTART), standby("b", 1, "1 node")),
-        (7.0, TIME, []),
-        (8.0, joined("a", ON_RESTART, 1), [*stop("", "a has left the round"), *sealed(2, "a b")]),
-    ],
-    "one that was silent at the seal is told to stand by, and admitted when it is heard": [
-        (0.0, joined("a", UP_TO_3), []),
-        (26.0, joined("b", UP_TO_3), [*sealed(1, "b"), *standby("a", 1, "1 node")]),
-        (27.0, heard("a"), stop("b", "a joins")),
-    ],
-    "back within the drop timeout, nobody notices": [
-        *formed(PAIR),
-        (1.0, closed("a"), []),
-        (20.9, returned("a", PAIR), []),
-        (22.0, TIME, []),
-    ],
-    "closed and not back: lost": [
-        *formed(PAIR),
-        (1.0, closed("a"), []),
-        (20.9, TIME, []),
-        (21.0, TIME, stop("b", f"a {NOT_BACK}")),
-        (22.0, returned("a", PAIR), [Expel("a/0", GIVEN_AWAY.format(1))]),
-        (22.0, joined("a/1", PAIR, 1), []),
-        (23.0, joined("b", PAIR, 1), sealed(2, "a/1 b")),
-    ],
-    "silent for a lease: lost and expelled": [
-        *formed(PAIR),
-        (40.0, heard("b"), []),
-        (49.9, TIME, []),
-        (50.0, TIME, [*stop("b", "a is lost: it was silent for 50 s"), Expel("a/0", "it was silent for 50 s")]),
-    ],
-    "one that waits has no place to return to": [
-        *formed(PAIR),
-        (1.0, failed("a"), broke("a")),
-        (2.0, joined("a", PAIR, 1), []),
-        (3.0, returned("a", PAIR), [Expel("a/0", GIVEN_AWAY.format(1))]),
-    ],
-    "one that has lost its place comes back as a stranger": [
-        *formed(PAIR),
-        (1.0, joined("a/1", PAIR, 1), stop("b", "a has lost its place")),
-        (2.0, joined("b", PAIR, 1), sealed(2, "a/1 b")),
-    ],
-    "one that leaves": [
-        *formed(UP_TO_2),
-        (1.0, leaving("a"), stop("b", "a leaves")),
-        (2.0, joined("b", UP_TO_2, 1), []),
-        (3.0, left("a"), sealed(2, "b")),
-    ],
-    "one that is gone without a word before": [
-        *formed(UP_TO_2),
-        (1.0, left("a"), stop("b", "a left")),
-        (2.0, joined("b", UP_TO_2, 1), sealed(2, "b")),
-    ],
-    "a standby that leaves is not missed": [
-        *formed(PAIR),
-        (1.0, joined("c", PAIR), standby("c", 1, "2 nodes")),
-        (2.0, leaving("c"), []),
-        (3.0, left("c"), []),
-    ],
-    "everybody who is known is there: no last call": [
-        *formed(UP_TO_3, "a b c"),
-        (1.0, left("b"), stop("a c", "b left")),
-        (2.0, joined("c", UP_TO_3, 1), []),
-        (3.0, joined("a", UP_TO_3, 1), sealed(2, "a c")),
-    ],
-    "who comes again is a newcomer": [
-        *formed(UP_TO_3, "a b c"),
-        (1.0, left("b"), stop("a c", "b left")),
-        (2.0, joined("c", UP_TO_3, 1), []),
-        (3.0, joined("a", UP_TO_3, 1), sealed(2, "a c")),
-        (4.0, joined("b", UP_TO_3), stop("a c", "b joins", 2)),
-        (5.0, joined("a", UP_TO_3, 2), []),
-        (6.0, joined("c", UP_TO_3, 2), sealed(3, "a c b")),
-    ],
-    "it does not wait for those who do not come back longer than the last call": [
-        *formed(RETRY_3, "a b c"),
-        (1.0, succeeded("a"), []),
-        (2.0, failed("b"), broke("b", "a b c")),
-        (3.0, joined("b", RETRY_3, 1), []),
-        (4.0, joined("c", RETRY_3, 1), written(1, 1)),
-        (8.9, TIME, progress("b c", 1, 3, 30.0 - 4.9)),
-        (9.0, TIME, sealed(2, "b c", 1)),
-        (10.0, joined("a", RETRY_3, 1), stop("b c", "a joins", 2)),
-    ],
-    "when a node has left, the other hears what it waits for": [
-        *formed(PAIR),
-        (1.0, leaving("a"), stop("b", "a leaves")),
-        (2.0, left("a"), []),
-        (3.0, joined("b", PAIR, 1), []),
-        (4.0, TIME, progress("b", 2, 2, 29.0)),
-    ],
-}
-
-FAILING: dict[str, Script] = {
-    "no budget: all stop, then the run fails": [
-        *formed(PAIR),
-        (1.0, failed("a"), broke("a")),
-        (2.0, joined("a", PAIR, 1), []),
-        (3.0, joined("b", PAIR, 1), ended("a b", gave_up("a"))),
-    ],
-    "a restart is charged": [
-        *formed(RETRY),
-        (1.0, failed("a"), broke("a")),
-        (2.0, joined("a", RETRY, 1), []),
-        (3.0, joined("b", RETRY, 1), [*written(1, 1), *sealed(2, "a b", 1)]),
-        (4.0, failed("b", 2), broke("b", "a b", 2)),
-        (5.0, joined("b", RETRY, 2), []),
-        (6.0, joined("a", RETRY, 2), ended("b a", gave_up("b", USED_UP, earlier=(RoundEnd(1, "a broke", 1),)), 2, 1)),
-    ],
-    "backoff delays the next round": [
-        (0.0, joined("a", BACKOFF), sealed(1, "a")),
-        (1.0, failed("a"), broke("a", "a")),
-        (2.0, joined("a", BACKOFF, 1), [*written(1, 1), *notice("a", "a restart, in 8 s")]),
-        (9.9, TIME, progress("a", 1, 1, 30.0 - 7.9)),
-        (10.0, TIME, sealed(2, "a", 1)),
-    ],
-    "the first failure that speaks for itself is the root cause": [
-        *formed(PAIR),
-        (1.0, failed("a", is_consequence=True), broke("a")),
-        (1.5, failed("b"), []),
-        (2.0, joined("a", PAIR, 1), []),
-        (3.0, joined("b", PAIR, 1), ended("a b", gave_up("b", others=(failure("a", is_consequence=True),)))),
-    ],
-    "the evidence comes with the join, and goes to every node": [
-        *formed(PAIR),
-        (1.0, failed("b"), broke("b")),
-        (2.0, joined("a", PAIR, 1), []),
-        (3.0, joined("b", PAIR, 1, failure=PROVEN), ended("a b", gave_up("b", cause=PROVEN))),
-    ],
-    "first stop, then judge: the failure was that of a lost node": [
-        *formed(UP_TO_2),
-        (1.0, failed("b"), broke("b")),
-        (1.5, closed("a"), []),
-        (2.0, joined("b", UP_TO_2, 1), []),
-        (21.4, TIME, []),
-        (21.5, TIME, [*put_down(f"a {NOT_BACK}", "b"), *sealed(2, "b")]),
-    ],
-    "first stop, then judge: the suspect returns and is told": [
-        *formed(PAIR),
-        (1.0, closed("a"), []),
-        (1.5, failed("b"), broke("b")),
-        (2.0, joined("b", PAIR, 1), []),
-        (2.5, returned("a", PAIR), stop_again("a", is_failure=True)),
-        (3.0, joined("a", PAIR, 1), ended("b a", gave_up("b"))),
-    ],
-    "a failure after the round was stopped is of the stop": [
-        *formed(UP_TO_2),
-        (1.0, left("a"), stop("b", "a left")),
-        (1.5, failed("b"), []),
-        (2.0, joined("b", UP_TO_2, 1), sealed(2, "b")),
-    ],
-    "a failure of another round is none": [*formed(ONE, "a"), (1.0, failed("a", 2), []), (1.0, failed("a", 0), [])],
-    "a failure of a stranger is none": [*formed(ONE, "a"), (1.0, failed("x"), [])],
-    "a failure after success is none": [*formed(PAIR), (1.0, succeeded("a"), []), (2.0, failed("a"), [])],
-    "a report that got lost comes with the join": [
-        *formed(ONE, "a"),
-        (1.0, joined("a", ONE, 1, failure=failure("a")), [*broke("a", "a"), *ended("a", gave_up("a"))]),
-    ],
-    "an uncounted failure costs nothing": [
-        (0.0, joined("a", UNCOUNTED), sealed(1, "a")),
-        (1.0, failed("a", exitcode=9), broke("a", "a")),
-        (2.0, joined("a", UNCOUNTED, 1), [*notice("a", "a restart that is not counted"), *sealed(2, "a")]),
-    ],
-}
-
-UNAWARE: dict[str, Script] = {
-    "a member that has not heard of its round is told again": [
-        *formed(PAIR),
-        (1.0, closed("b"), []),
-        (2.0, joined("b", PAIR), told_place("b", 1)),
-        (30.0, succeeded("a"), []),
-        (30.0, succeeded("b"), ended("a b", SUCCESS)),
-    ],
-    "it is told again that the round was stopped, too": [
-        *formed(RETRY),
-        (1.0, failed("a"), broke("a")),
-        (2.0, joined("b", RETRY), [*told_place("b", 1), *stop_again("b", is_failure=True)]),
-        (3.0, joined("a", RETRY, 1), []),
-        (4.0, joined("b", RETRY, 1), [*written(1, 1), *sealed(2, "a b", 1)]),
-    ],
-    "what it said before, and comes late, does not take its place away": [
-        *formed(PAIR),
-        (1.0, returned("b", PAIR, place(1, 1)), []),
-        (2.0, joined("b", PAIR), told_place("b", 1)),
-        (3.0, succeeded("a"), []),
-        (3.0, succeeded("b"), ended("a b", SUCCESS)),
-    ],
-    "one that was in the round has left it": [
-        *formed(PAIR),
-        (1.0, joined("b", PAIR, 1), stop("a", "b has left the round")),
-    ],
-}
-
-ENDING: dict[str, Script] = {
-    "only a node of the run closes it": [
-        (0.0, closes(by="stranger"), []),
-        (0.0, joined("a", PAIR), []),
-        (0.0, closes(by="stranger"), []),
-        (0.0, joined("b", ONE), refused("b", "--nnodes 1, this run has --nnodes 2", "a")),
-        (0.0, closes(by="b"), []),
-    ],
-    "closed while forming": [(0.0, joined("a", PAIR), []), (1.0, closes(), ended("a", CLOSED, 0))],
-    "closed while running: its door stays closed for a while": [
-        *formed(ONE, "a"),
-        (1.0, closes(), ended("a", CLOSED)),
-        (2.0, closes("again"), []),
-        (2.0, left("a"), []),
-        (3.0, joined("b", ONE), [Tell(keys("b"), Ended(CLOSED))]),
-        (4.0, left("b"), []),
-        (10.9, TIME, []),
-        (11.0, TIME, [ForgetRun()]),
-    ],
-    "closed while stopping": [
-        *formed(RETRY),
-        (1.0, failed("a"), broke("a")),
-        (2.0, closes(), ended("a b", CLOSED)),
-        (3.0, joined("a", RETRY, 1), [Tell(keys("a"), Ended(CLOSED))]),
-    ],
-    "who returns after the end is told": [
-        *formed(PAIR),
-        (1.0, succeeded("a"), []),
-        (1.0, closed("a"), []),
-        (2.0, succeeded("b"), ended("b", SUCCESS)),
-        (3.0, returned("a", PAIR), [Tell(keys("a"), Ended(SUCCESS))]),
-        (4.0, left("b"), []),
-        (5.0, left("a"), [ForgetRun()]),
-    ],
-    "those who do not confirm are waited for, for a while": [
-        *formed(ONE, "a"),
-        (1.0, succeeded("a"), ended("a", SUCCESS)),
-        (2.0, closed("a"), []),
-        (11.0, TIME, [ForgetRun()]),
-    ],
-    "ended below max: who comes late hears of it, for a while": [
-        *ALONE_OF_3,
-        (6.0, succeeded("a"), ended("a", SUCCESS)),
-        (6.5, left("a"), []),
-        (15.9, joined("b", UP_TO_3), [Tell(keys("b"), Ended(SUCCESS))]),
-        (15.9, left("b"), []),
-        (16.0, TIME, [ForgetRun()]),
-    ],
-    "one that was lost may still come back": [
-        *formed(UP_TO_2),
-        (0.0, closed("a"), []),
-        (20.0, TIME, stop("b", f"a {NOT_BACK}")),
-        (21.0, joined("b", UP_TO_2, 1), sealed(2, "b")),
-        (22.0, succeeded("b", 2), ended("b", SUCCESS, 2)),
-        (22.5, left("b"), []),
-        (23.0, joined("a/1", UP_TO_2, 1), [Tell(keys("a/1"), Ended(SUCCESS))]),
-        (32.0, TIME, [ForgetRun()]),
-    ],
-}
-
-
-STOPPED = Stop(3, "b broke", is_failure=True)
-MISSING = "1 node of round 3 did not come back after the coordinator was replaced"
-A3, B3 = place(3, 0, used=1), place(3, 1, used=1)
-
-# What a coordinator finds: the last round was 3, of a and b, and one restart was charged.
-MEMORY = Memory(term=1, round_term=1, last_round=3, members=keys("a b"), restarts_used=1)
-RECOVERING: dict[str, Script] = {
-    "all members return: the round goes on": [
-        (0.0, returned("b", RETRY, B3), []),
-        (1.0, returned("a", RETRY, A3), []),
-        (49.0, heard("a"), []),
-        (49.0, heard("b"), []),
-        (60.0, TIME, []),
-        (61.0, succeeded("a", 3), []),
-        (61.0, succeeded("b", 3), ended("b a", SUCCESS, 3, 1)),
-    ],
-    "one does not return within the lease: it is lost": [
-        (0.0, returned("b", RETRY, B3), []),
-        (40.0, heard("b"), []),
-        (49.9, TIME, []),
-        (50.0, TIME, stop("b", MISSING, 3)),
-        (51.0, joined("b", RETRY, B3), []),
-        (52.0, joined("c", RETRY), sealed(4, "c b", 1, 2)),
-    ],
-    "one that had finished says so": [
-        (0.0, returned("b", RETRY, B3, Stage.FINISHED), []),
-        (1.0, returned("a", RETRY, A3), []),
-        (2.0, succeeded("a", 3), ended("b a", SUCCESS, 3, 1)),
-    ],
-    "a failure of the adopted round is charged after those before": [
-        (0.0, returned("b", RETRY, B3), []),
-        (1.0, returned("a", RETRY, A3), []),
-        (2.0, failed("a", 3), broke("a", "a b", 3)),
-        (3.0, joined("a", RETRY, A3), []),
-        (4.0, joined("b", RETRY, B3), ended("a b", gave_up("a", USED_UP), 3, 1)),
-    ],
-    "a failure that comes with a join is not lost, nor is anybody who lives": [
-        (0.0, joined("b", RETRY, B3, failure=failure("b")), broke("b", "", 3)),
-        (1.0, returned("a", RETRY, A3), stop_again("a", 3, is_failure=True)),
-        (2.0, joined("a", RETRY, A3), ended("b a", gave_up("b", USED_UP), 3, 1)),
-    ],
-    "the same, the other way round": [
-        (0.0, returned("a", RETRY, A3), []),
-        (1.0, joined("b", RETRY, B3, failure=failure("b")), broke("b", "a", 3)),
-        (2.0, joined("a", RETRY, A3), ended("b a", gave_up("b", USED_UP), 3, 1)),
-    ],
-    "the same, after the coordinator before has told the other to stop": [
-        (0.0, joined("a", RETRY, A3, stop=STOPPED), broke("b", "", 3)),
-        (1.0, joined("b", RETRY, B3, failure=failure("b")), ended("a b", gave_up("b", USED_UP), 3, 1)),
-    ],
-    "a member of an earlier round is expelled": [
-        (0.0, returned("b", RETRY, place(2, 1)), [Expel("b/0", GIVEN_AWAY.format(2))]),
-    ],
-    "a later round than was written down is adopted": [
-        (0.0, returned("b", RETRY, place(5, 1)), written(5, 1)),
-        (1.0, returned("a", RETRY, A3), [Expel("a/0", GIVEN_AWAY.format(3))]),
-    ],
-    "after the adoption a later round is only counted": [
-        (0.0, returned("a", RETRY, A3), []),
-        (1.0, returned("b", RETRY, place(7, 1)), [Expel("b/0", GIVEN_AWAY.format(7))]),
-        (2.0, joined("b/1", RETRY, place(7, 1)), standby("b/1", 3, "2 nodes")),
-        (49.0, heard("a"), []),
-        (49.0, heard("b/1"), []),
-        (50.0, TIME, stop("a", MISSING, 3)),
-        (51.0, joined("a", RETRY, A3), sealed(8, "a b/1", 1, 2)),
-    ],
-    "all members are back: sealed at once": [
-        (0.0, joined("a", RETRY, A3), stop("", "a has left the round", 3)),
-        (0.0, joined("b", RETRY, B3), sealed(4, "a b", 1, 2)),
-    ],
-    "all members have come back, without their places: sealed at once": [
-        (0.0, joined("a/1", RETRY, A3, has_lost_place=True), stop("", "a has lost its place", 3)),
-        (0.0, joined("b/1", RETRY, B3, has_lost_place=True), sealed(4, "a/1 b/1", 1, 2)),
-    ],
-    "one member has left: the other and a newcomer are sealed at once": [
-        (0.0, returned("a", RETRY, A3), []),
-        (0.5, returned("b", RETRY, B3), []),
-        (1.0, leaving("a"), stop("b", "a leaves", 3)),
-        (1.0, left("a"), []),
-        (1.5, joined("b", RETRY, B3), []),
-        (1.5, joined("c", RETRY), sealed(4, "c b", 1, 2)),
-    ],
-    "nothing is sealed for a lease while a member may run": [
-        (0.0, joined("c", RETRY), []),
-        (0.0, joined("d", RETRY), []),
-        (1.0, TIME, progress("c d", 2, 2, 29.0)),
-        (45.0, heard("c"), []),
-        (45.0, heard("d"), []),
-        (49.9, TIME, []),
-        (50.0, TIME, sealed(4, "c d", 1, 2)),
-    ],
-    "who waits is told to stand by if the round that is adopted is full": [
-        (0.0, joined("c", RETRY), []),
-        (1.0, TIME, progress("c", 2, 2, 29.0)),
-        (2.0, returned("a", RETRY, A3), standby("c", 3, "2 nodes")),
-        (3.0, returned("b", RETRY, B3), []),
-    ],
-    "who waits is let in once the round is adopted": [
-        (0.0, joined("c", RETRY_3), []),
-        (1.0, returned("a", RETRY_3, A3), stop("a", "c joins", 3)),
-        (2.0, returned("b", RETRY_3, B3), stop_again("b", 3)),
-    ],
-    "a place that another has is not given twice": [
-        (0.0, returned("a", RETRY, A3), []),
-        (1.0, returned("x", RETRY, A3), [Expel("x/0", GIVEN_AWAY.format(3))]),
-        (1.0, returned("y", RETRY, replace(A3, term=7)), [Expel("y/0", GIVEN_AWAY.format(3))]),
-    ],
-}
-
-# A coordinator without memory: a container has started again with an empty file system.
-FORGETFUL: dict[str, Script] = {
-    "all members return": [(0.0, returned("a", RETRY, A3), written(3, 1)), (1.0, returned("b", RETRY, B3), [])],
-    "two have stopped, the third still runs: it is told, and waited for": [
-        (0.0, joined("a", UP_TO_3, place(5, 0, 3)), [*written(5), *stop("", "a has left the round", 5)]),
-        (0.0, joined("b", UP_TO_3, place(5, 1, 3)), []),
-        (20.0, heard("a"), []),
-        (20.0, heard("b"), []),
-        (30.0, TIME, []),
-        (40.0, returned("c", UP_TO_3, place(5, 2, 3)), stop_again("c", 5)),
-        (41.0, joined("c", UP_TO_3, place(5, 2, 3)), []),
-        (42.0, TIME, progress("a b c", 1, 3, 29.0)),
-        (49.9, heard("a"), []),
-        (49.9, heard("b"), []),
-        (50.0, TIME, sealed(6, "a b c")),
-    ],
-    "two have stopped, the third is out of sight: nothing is sealed for a lease": [
-        (0.0, joined("a", settings(2, 3), place(5, 0, 3)), [*written(5), *stop("", "a has left the round", 5)]),
-        (0.0, joined("b", settings(2, 3), place(5, 1, 3)), []),
-        (49.9, heard("a"), []),
-        (49.9, heard("b"), []),
-        (50.0, TIME, sealed(6, "a b")),
-    ],
-    "one that only stood by has heard of the round: nothing is sealed for a lease": [
-        (0.0, joined("x", PAIR), []),
-        (0.5, knows("y", PAIR, 5), written(5)),
-        (1.5, TIME, progress("x y", 2, 2, 28.5)),
-        (49.9, heard("x"), []),
-        (49.9, heard("y"), []),
-        (50.0, TIME, sealed(6, "x y")),
-    ],
-    "nobody knows of a past: the run is new": formed(PAIR),
-}
-
-
-ALL = FORMING | REFUSED | RUNNING | FAILING | UNAWARE | ENDING
-
-
-def step(run: Membership, event: Any, at: float) -> list[Any]:
-    """What is done, with memories that are compared by what differs from step to step."""
-    commands = run.step(event, at)
-    run.check()
-    places = [each.message.place for each in commands if isinstance(each, Tell) and isinstance(each.message, Sealed)]
-    for memory in [command.memory for command in commands if isinstance(command, Remember)]:
-        assert (memory.settings, memory.term) == (run.settings, run.term)
-        assert memory.restart_ages_s == ()
-        if places and memory.last_round == places[0].round:
-            assert (memory.round_term, len(memory.members)) == (places[0].term, places[0].node_count)
-    return [plain(each.memory) if isinstance(each, Remember) else each for each in commands]
-
-
-def plain(memory: Memory) -> Remember:
-    return Remember(Memory(last_round=memory.last_round, restarts_used=memory.restarts_used, outcome=memory.outcome))
-
-
-def play(run: Membership, script: Script) -> None:
-    for at, event, expected in script:
-        commands = step(run, event, at)
-        assert commands == expected, f"{event} at {at}; the story:\n{run.story()}"
-
-
-def after(script: Script) -> Membership:
-    run = Membership(0.0)
-    play(run, script)
-    return run
-
-
-def memory_of(commands: list[Any]) -> Memory:
-    """The last that was to be written down."""
-    return [command.memory for command in commands if isinstance(command, Remember)][-1]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_rules(name: str) -> None:
-    after(ALL[name])
-
-
-@pytest.mark.parametrize("name", RECOVERING)
-def test_rules_after_the_coordinator_was_restarted(name: str) -> None:
-    play(Membership(0.0, MEMORY), RECOVERING[name])
-
-
-@pytest.mark.parametrize("name", FORGETFUL)
-def test_rules_after_the_coordinator_has_lost_its_memory(name: str) -> None:
-    after(FORGETFUL[name])
-
-
-def test_the_names_of_the_rules_are_distinct() -> None:
-    assert len(ALL) == sum(map(len, (FORMING, REFUSED, RUNNING, FAILING, UNAWARE, ENDING)))
-
-
-# After a coordinator was replaced.
-
-
-def test_a_remembered_outcome_is_told_to_whoever_comes() -> None:
-    run = Membership(0.0, replace(MEMORY, outcome=SUCCESS))
-    play(run, [(0.0, joined("a", PAIR), [Tell(keys("a"), Ended(SUCCESS))])])
-    play(run, [(1.0, returned("b", PAIR, B3), [Tell(keys("b"), Ended(SUCCESS))])])
-    play(run, [(2.0, left("a"), []), (2.0, left("b"), []), (10.0, TIME, [ForgetRun()])])
-
-
-def test_the_first_to_come_after_a_restart_does_not_fix_the_settings() -> None:
-    run = Membership(0.0, replace(MEMORY, settings=RETRY))
-    other, words = replace(RETRY, max_nodes=3), "--nnodes 2:3, this run has --nnodes 2"
-    nobody = "none of its nodes is here now; the run is forgotten when no node has come for a minute"
-    play(run, [(0.0, joined("x", other), refused("x", f"{words} ({nobody})"))])
-    play(run, [(1.0, returned("a", RETRY, A3), []), (1.5, joined("x", other), refused("x", words))])
-    play(run, [(2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
-
-
-def test_a_coordinator_without_memory_adopts_as_well() -> None:
-    """Its state file may be lost: what the members say is enough."""
-    run = after(FORGETFUL["all members return"])
-    assert (run.phase, run.round, run.restarts_used) == (Phase.RUNNING, 3, 1)
-    assert run.world is not None
-    assert run.world.keys == keys("a b")
-
-
-def test_restarts_that_a_node_knows_of_are_used_up() -> None:
-    """Whatever was written down is gone with the disk that it was on."""
-    first = (0.0, joined("a", RETRY, A3), [*written(3, 1), *stop("", "a has left the round", 3)])
-    run = after([first, (0.0, joined("b", RETRY, B3), [])])
-    play(run, [(1.0, TIME, progress("a b", 2, 2, 29.0)), (49.0, heard("a"), []), (49.0, heard("b"), [])])
-    play(run, [(50.0, TIME, sealed(4, "a b", 1))])
-    play(run, [(51.0, failed("a", 4), broke("a", "a b", 4)), (52.0, joined("a", RETRY, place(4, 0, used=1)), [])])
-    earlier = (RoundEnd(3, "a has left the round", 1, has_departed=True),)
-    end = ended("a b", gave_up("a", USED_UP, earlier=earlier), 4, 1)
-    play(run, [(53.0, joined("b", RETRY, place(4, 1, used=1)), end)])
-
-
-def test_a_round_that_a_node_has_seen_is_never_used_again() -> None:
-    run = after(
-        [(0.0, knows("a", PAIR, 8), written(8)), (0.0, joined("b", PAIR), []), (1.0, TIME, progress("a b", 2, 2, 29.0))]
-    )
-    play(run, [(49.0, heard("a"), []), (49.0, heard("b"), []), (50.0, TIME, sealed(9, "a b"))])
-
-
-@pytest.mark.parametrize("members", [keys("a b"), ()], ids=["one is missing", "too many to be written down"])
-def test_where_a_leader_may_have_vanished_early_its_lease_is_waited_for_too(members: tuple[str, ...]) -> None:
-    on_etcd = replace(RETRY, leader_lease_s=7.0)
-    run = Membership(0.0, replace(MEMORY, members=members, settings=on_etcd), term=9)
-    play(run, [(40.0, joined("a", on_etcd), []), (40.0, joined("c", on_etcd), [])])
-    play(run, [(56.9, TIME, progress("a c", 2, 2, 30.0 - 16.9)), (57.0, TIME, sealed(4, "a c", 1, 9))])
-
-
-def test_the_members_of_a_large_world_are_not_written_down() -> None:
-    """So the memory has a bound, and after a restart there is no shortcut."""
-    for count, expected in ((4096, 4096), (4097, 0)):
-        run, of = Membership(0.0), settings(count, count)
-        for number in range(count):
-            commands = run.step(joined(f"n{number}", of), 0.0)
-        assert len(memory_of(commands).members) == expected
-
-
-def test_the_memory_fits_into_a_value_of_etcd() -> None:
-    """1.5 MB by default. Whatever the nodes are called, and however many restarts and classes of failures there are."""
-    long, names = "\U0001f600", frozenset(f"{number:03}" + "\U0001f600" * 253 for number in range(256))
-    policy = RestartPolicy(10**6, 600.0, 0.0, 0.0, frozenset(range(512)), names, frozenset(range(512)), names)
-    cause = Failure(long * 1024, 0, 1, long * 1024, long * 16_384)
-    for length, are_written in ((25, True), (1000, False)):
-        run, of = (
-            Membership(0.0, Memory(restarts_used=10**5, restart_ages_s=(1 / 3,) * 20_000)),
-            settings(4096, 4096, policy=policy),
-        )
-        for number in range(4096):
-            commands = run.step(joined(f"{number}{long * length}", of), 50.0)
-        assert bool(memory_of(commands).members) == are_written
-        memory = replace(memory_of(commands), outcome=Outcome(End.FAILED, long * 16_384, cause))
-        assert len(msgspec.msgpack.encode(memory)) < 1_500_000
-
-
-def test_rounds_of_a_coordinator_are_later_than_those_of_any_other_that_a_node_knows() -> None:
-    run = Membership(0.0, MEMORY)
-    assert (run.raise_term(1), run.raise_term(2), run.term) == (False, False, 2)
-    assert (run.raise_term(3), run.term) == (True, 4)
-
-
-# Restarts.
-
-
-def test_a_failure_that_was_judged_before_is_not_charged_again() -> None:
-    """1. b fails, 2. a restart is charged, and waits for its backoff, 3. the coordinator is replaced, 4. b joins the
-    next one, still with what it failed of."""
-    of = settings(2, 2, policy=RestartPolicy(1, backoff_s=8.0))
-    run = after([*formed(of), (1.0, failed("b"), broke("b")), (2.0, joined("a", of, 1), [])])
-    memory = memory_of(run.step(joined("b", of, place(1, 1)), 3.0))
-    assert (memory.restarts_used, memory.members, memory.is_round_over) == (1, keys("a b"), True)
-    run = Membership(0.0, memory)
-    play(run, [(0.0, returned("x", of, place(1, 1)), [Expel("x/0", GIVEN_AWAY.format(1))])])
-    play(run, [(1.0, joined("b", of, place(1, 1), failure=failure("b")), [])])
-    play(run, [(2.0, joined("a", of, place(1, 0)), sealed(2, "a b", 1, 2))])
-
-
-def test_members_that_an_adopted_round_has_got_to_know_are_written_down() -> None:
-    of = settings(2, 2, max_restarts=2)
-    run = Membership(0.0, replace(MEMORY, members=()))
-    run.step(returned("a", of, A3), 0.0)
-    run.step(joined("b", of, B3, failure=failure("b")), 0.0)
-    assert memory_of(run.step(joined("a", of, A3), 1.0)).members == keys("a b")
-
-
-def fails(run: Membership, of: Settings, at: float, round: int) -> list[Any]:
-    """The only node fails and joins again."""
-    run.step(heard("a"), at)
-    run.step(failed("a", round), at)
-    return run.step(joined("a", of, place(round, 0, 1)), at)
-
-
-@pytest.mark.parametrize(("every_s", "is_end"), [(86_400.0, False), (60.0, True)])
-def test_what_was_charged_before_the_restart_of_the_coordinator_counts(every_s: float, is_end: bool) -> None:
-    """With 5 in 10 minutes: 7 restarts in 7 days do no harm, those of the last minutes do."""
-    of = settings(1, 1, policy=RestartPolicy(5, window_s=600.0), lease_s=1e6)
-    run = Membership(0.0)
-    run.step(joined("a", of), 0.0)
-    used = 5 if is_end else 7
-    for number in range(1, used + 1):
-        commands = fails(run, of, every_s * number, number)
-    memory = memory_of(commands)
-    assert (memory.restarts_used, memory.last_round, run.outcome) == (used, used + 1, None)
-    run = Membership(5.0, memory)  # Another host, whose clock shows another time.
-    commands = run.step(joined("a", of, place(used + 1, 0, 1, used), failure=failure("a")), 6.0)
-    assert (run.phase is Phase.ENDED) == is_end
-    assert run.restarts_used == (used if is_end else 8)
-
-
-def test_no_number_that_a_node_sends_sizes_anything() -> None:
-    of = settings(1, 2, policy=RestartPolicy(10**9, window_s=600.0))
-    most = Place(1, 2**52, 2**17 - 2, 2**17 - 1, (("default", 1),), restarts_used=50_000_000)
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    run, began = Membership(0.0), time.thread_time()
-    run.step(joined("a", of, most, failure=failure("a")), 0.0)
-    run.step(From("b/0", Return(facts("b"), of, replace(most, rank=3), Stage.RUNNING)), 0.0)
-    run.step(joined("b", of, replace(most, rank=3)), 0.0)
-    run.step(TIME, 51.0)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert (run.restarts_used, run.round) == (50_000_000, 2**52)
-    assert peak - before < 200_000
-    assert time.thread_time() - began < 0.5
-
-
-def test_nothing_large_that_a_node_says_is_kept_for_the_story_or_the_outcome() -> None:
-    """A run of 1,000 nodes that all fail, with all the evidence that may be sent."""
-    of = settings(1000, 1000, policy=RestartPolicy(9))
-    run = Membership(0.0)
-    for number in range(1000):
-        run.step(joined(f"n{number}", of), 0.0)
-    tracemalloc.start()
-    for number in range(1000):
-        told = replace(failure(f"n{number}", is_consequence=number < 900), text="x" * 16000, evidence="e" * 60000)
-        run.step(From(f"n{number}/0", Failed(1, told)), 1.0)
-    size, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert size < 2_000_000
-    assert [each.node for each in run._present.failures.values()] == [*(f"n{number}" for number in range(8)), "n900"]
-
-
-def test_a_run_has_a_bounded_number_of_kinds_of_nodes() -> None:
-    of = settings(1, 5000)
-    run = Membership(0.0)
-    for number in range(1024):
-        run.step(joined(f"n{number}", of, local_world_size=number + 1), 0.0)
-    problem = "the nodes of this run have 1024 different roles and numbers of processes already"
-    assert run.step(joined("newcomer", of, local_world_size=2000), 0.0)[0] == refused("newcomer", problem)[0]
-    assert run.step(joined("alike", of, local_world_size=7), 0.0) == []
-
-
-def test_no_node_can_make_a_run_use_up_the_numbers_of_its_rounds() -> None:
-    too_much = "it claims to know of round {}, this run is at {}"
-    run = Membership(0.0)
-    commands = run.step(From("x/0", Join(facts("x"), PAIR, heard_round=2**52 + 1)), 0.0)
-    assert commands == refused("x", too_much.format(2**52 + 1, 0))
-    for event in (joined("a", PAIR), joined("b", PAIR)):
-        run.step(event, 0.0)
-    assert run.round == 1
-    high = Place(1, 2**20 + 2, 0, 2, (("default", 1),))
-    for message in (
-        Join(facts("x"), PAIR, heard_round=2**20 + 2),
-        Join(facts("x"), PAIR, high),
-        Return(facts("x"), PAIR, high, Stage.RUNNING),
-    ):
-        assert run.step(From("x/0", message), 1.0) == refused("x", too_much.format(2**20 + 2, 1))
-    assert run.round == 1
-
-
-# Stopping is bounded.
-
-STUCK = "did not stop its workers within 45 s"
-WITHOUT_B: Script = [
-    *formed(RETRY),
-    (1.0, failed("a"), broke("a")),
-    (2.0, joined("a", RETRY, 1), []),
-    (40.0, heard("a"), []),
-    (40.0, heard("b"), []),
-    (45.9, TIME, []),
-    (46.0, TIME, [*notice("a", f"b {STUCK}: treated as lost"), Expel("b/0", f"it {STUCK}")]),
-]
-
-
-def test_one_that_does_not_come_back_from_a_stop_is_lost_a_lease_after_it_was_expelled() -> None:
-    run = after(WITHOUT_B)
-    play(run, [(47.0, heard("a"), []), (60.0, heard("b"), []), (90.0, heard("a"), []), (95.9, TIME, [])])
-    play(run, [(96.0, TIME, put_down(f"b {STUCK}", "a")), (97.0, joined("c", RETRY), sealed(2, "a c"))])
-
-
-def test_one_that_comes_back_at_last_as_a_stranger_takes_part() -> None:
-    run = after(WITHOUT_B)
-    back = joined("b/1", RETRY, place(1, 1), has_lost_place=True)
-    play(run, [(50.0, back, [*put_down(f"b {STUCK}", "a b/1"), *sealed(2, "a b/1")])])
-
-
-def test_one_that_was_expelled_and_did_not_hear_of_it_has_no_place_to_return_to() -> None:
-    """1. b is expelled, 2. its connection breaks before it hears of that, 3. it is back, and never stops."""
-    run = after([*WITHOUT_B, (47.0, returned("b", RETRY, place(1, 1)), stop_again("b", is_failure=True))])
-    later = "did not stop its workers within 95 s"
-    play(run, [(90.0, heard("a"), []), (90.0, heard("b"), [])])
-    play(run, [(96.0, TIME, [*notice("a", f"b {later}: treated as lost"), Expel("b/0", f"it {later}")])])
-    play(run, [(130.0, heard("a"), []), (146.0, TIME, put_down(f"b {STUCK}", "a"))])
-
-
-def test_a_member_of_an_adopted_round_has_its_own_grace() -> None:
-    """The round is stopped by one that needs no time, and the other is heard of later."""
-    run = Membership(0.0, MEMORY)
-    run.step(joined("b", RETRY, B3, grace_s=0.0, failure=failure("b")), 0.0)
-    play(run, [(10.0, returned("a", RETRY, A3, grace_s=100.0), stop_again("a", 3, is_failure=True))])
-    for at in range(20, 120, 20):
-        play(run, [(float(at), heard(name), []) for name in "ab"] + [(float(at), TIME, [])])
-    play(run, [(120.0, joined("a", RETRY, A3), ended("b a", gave_up("b", USED_UP), 3, 1))])
-
-
-# Settings.
-
-
-@pytest.mark.parametrize(
-    ("story", "is_fixed"),
-    [
-        ([joined("a", PAIR), left("a")], False),
-        ([joined("a", PAIR), leaving("a"), left("a")], False),
-        ([joined("a", PAIR), joined("b", ONE), left("b")], True),
-        ([joined("a", UP_TO_3), joined("b", UP_TO_3), left("a")], True),
-        ([joined("a", THREE), joined("b", THREE), closed("b"), TIME, left("a")], True),
-        ([joined("a", PAIR), joined("b", PAIR), left("a"), left("b")], True),
-        ([joined("a", PAIR), closed("a"), TIME], True),
-        ([joined("a", PAIR), closed("a"), TIME, joined("b", ONE), left("b")], True),
-    ],
-    ids=["left", "left in order", "a misfit", "one waits", "one may come back", "a round", "lost", "a misfit leaves"],
-)
-def test_settings_are_free_again_when_all_have_left_before_the_first_round(story: list[Any], is_fixed: bool) -> None:
-    run = Membership(0.0)
-    for event in story:
-        at = 20.0 if event is TIME else 0.0
-        run.step(event, at)
-        run.check()
-    commands = run.step(joined("c", settings(1, 2, lease_s=49.0)), 21.0)
-    assert any(isinstance(each, Tell) and isinstance(each.message, Refused) for each in commands) == is_fixed
-
-
-# Many nodes.
-
-
-def test_many_lost_nodes_are_not_all_named() -> None:
-    many = settings(1, 12)
-    names = [f"n{at:02}" for at in range(12)]
-    run = after(formed(many, " ".join(names)))
-    run.step(failed("n00"), 1.0)
-    for name in names[1:]:
-        run.step(closed(name), 1.0)
-    run.step(joined("n00", many, 1), 2.0)
-    [said] = [
-        each.message.text
-        for each in run.step(TIME, 21.0)
-        if isinstance(each, Tell) and isinstance(each.message, Notice)
-    ]
-    assert said.startswith(f"n01 {NOT_BACK}; n02 is lost")
-    assert "n08" in said
-    assert "n09" not in said
-    assert "; and 3 more (the failures of round 1 are put down" in said
-
-
-MANY = 10_000
-CROWD = settings(MANY, MANY, max_restarts=1)
-
-
-def took_s(run: Membership, events: list[Any], at: float) -> float:
-    """Of this thread's time. It is next to nothing if each node costs the same, and far more than the 2 s that are
-    allowed if each costs as much as there are nodes."""
-    began = time.thread_time()
+def feed(run: Run, *events: Any, now: float = 0.0) -> Ready:
+    """What comes of the last one."""
     for event in events:
-        run.step(event, at)
-    return time.thread_time() - began
+        ready = run.step(event, now)
+        run.check()
+    return ready
 
 
-def crowd() -> Membership:
-    run = Membership(0.0)
-    assert took_s(run, [joined(f"n{number}", CROWD) for number in range(MANY)], 0.0) < 2.0
-    assert run.phase is Phase.RUNNING
+def said(ready: Ready) -> list[tuple[tuple[int, ...], type]]:
+    return [(conns, type(message)) for conns, message in ready.send_after_persist]
+
+
+def pair() -> Run:
+    """Two nodes on connections 1 and 2, whose first round is written down."""
+    run = Run(0.0)
+    feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"), joined(2, "b"), Written(1))
     return run
 
 
-def test_very_many_nodes_are_adopted() -> None:
-    run = Membership(0.0)
-    back = [returned(f"n{number}", CROWD, place(3, number, MANY)) for number in range(MANY)]
-    assert took_s(run, back, 0.0) < 2.0
-    run.check()
-    assert run.world is not None
-    assert (run.phase, run.world.missing, len(run.world.keys)) == (Phase.RUNNING, 0, MANY)
+# The order of writing and telling.
 
 
-def test_very_many_nodes_that_have_stopped_are_taken_up() -> None:
-    """After a failure that the coordinator before did not live to judge."""
-    run, last = Membership(0.0), [place(3, number, MANY) for number in range(MANY)]
-    back = [joined(f"n{number}", CROWD, last[number], failure=failure("n")) for number in range(MANY)]
-    assert took_s(run, back, 0.0) < 2.0
-    run.check()
-    assert (run.phase, run.round, run.restarts_used) == (Phase.FORMING, 3, 1), "nothing is sealed for a lease"
+def test_a_round_is_told_when_it_is_written_down() -> None:
+    run = Run(0.0)
+    assert said(feed(run, opened(1, "a"))) == [((1,), Welcome)]
+    feed(run, joined(1, "a"), opened(2, "b"))
+    ready = feed(run, joined(2, "b"))
+    assert ready.persist is not None
+    assert (ready.persist.last_round, ready.persist.members, ready.writes) == (1, ("a/0", "b/0"), 1)
+    assert ready.persist.secrets == (hash_of_secret(b"a"), hash_of_secret(b"b"))
+    assert said(ready) == [((1,), model.Sealed), ((2,), model.Sealed)]
+    assert ready.send_now == ()
 
 
-def test_very_many_nodes_are_told_again_of_their_place() -> None:
-    run = crowd()
-    assert took_s(run, [joined(f"n{number}", CROWD) for number in range(MANY)], 1.0) < 2.0
-    assert run.step(joined("n77", CROWD), 1.0) == told_place("n77", 77, 1, MANY)
+def test_a_newcomer_is_not_told_of_a_round_that_is_not_written_down_yet() -> None:
+    """Its welcome has the number of the write that it waits for."""
+    run = Run(0.0)
+    feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"), joined(2, "b"))
+    ready = feed(run, opened(3, "c"))
+    assert (ready.writes, ready.send_after_persist) == (1, (((3,), Welcome(1, 1, 0)),))
 
 
-def test_very_many_nodes_are_lost() -> None:
-    run = crowd()
-    assert took_s(run, [*(closed(f"n{number}") for number in range(1, MANY))], 1.0) + took_s(run, [TIME], 21.0) < 2.0
-    assert (len(run._nodes), run.phase) == (1, Phase.STOPPING)
+def test_heartbeats_wait_for_nothing() -> None:
+    run = Run(0.0)
+    feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"), joined(2, "b"))
+    assert feed(run, Received(1, Heartbeat(7))) == Ready((((1,), HeartbeatAnswer(7)),), writes=1)
 
 
-def test_very_many_nodes_do_not_stop() -> None:
-    run = crowd()
-    play(run, [(1.0, failed("n0"), broke("n0", " ".join(f"n{number}" for number in range(MANY))))])
-    play(run, [(1.0, joined("n0", CROWD, place(1, 0, MANY)), [])])
-    began = time.thread_time()
-    told, *expelled = run.step(TIME, 46.0)
-    assert time.thread_time() - began < 2.0
-    names = "n1, n10, n100, n1000, n1001, n1002, n1003, n1004, ..."
-    assert [told] == notice("n0", f"{names} did not stop their workers within 45 s: treated as lost")
-    assert len(expelled) == MANY - 1
+def test_a_node_that_knows_of_a_higher_term_is_welcomed_when_the_storage_has_raised_it() -> None:
+    run = Run(0.0, term=1)
+    ready = feed(run, opened(1, "a", term=7))
+    assert (ready.raise_term, ready.writes, said(ready)) == (7, 1, [])
+    assert said(feed(run, opened(2, "b"))) == []  # It waits behind the other one.
+    welcomed = feed(run, TermRaised(9))
+    assert welcomed.send_after_persist == (((1,), Welcome(9)), ((2,), Welcome(9)))
+    assert feed(run, opened(3, "c", term=9)).raise_term is None
 
 
-def test_very_many_nodes_are_refused_while_many_wait() -> None:
-    run, of = Membership(0.0), settings(MANY, MANY + 1)
-    for number in range(MANY - 1):
-        run.step(joined(f"n{number}", of), 0.0)
-    assert took_s(run, [joined(f"x{number}", PAIR) for number in range(2000)], 1.5) < 2.0
+def test_a_connection_that_is_closed_while_the_term_is_raised_is_not_welcomed() -> None:
+    run = Run(0.0, term=1)
+    feed(run, opened(1, "a", term=7), Closed(1, by_peer=True))
+    assert said(feed(run, TermRaised(8))) == []
 
 
-# The rest.
-
-DEADLINES: dict[str, tuple[Script, float | None]] = {
-    "nobody": ([], None),
-    "progress first": ([(0.0, joined("a", PAIR), [])], 1.0),
-    "the join timeout": ([(0.0, joined("a", PAIR), []), (1.0, TIME, progress("a", 2, 2, 29.0))], 30.0),
-    "the last call": ([(0.0, joined("a", UP_TO_3), []), (1.0, TIME, progress("a", 1, 3, 29.0))], 5.0),
-    "the first lease to end": ([*formed(PAIR), (7.0, heard("a"), [])], 50.0),
-    "leases that go on": ([*formed(PAIR), (7.0, heard("a"), []), (8.0, heard("b"), [])], 57.0),
-    "a closed connection": ([*formed(PAIR), (7.0, closed("a"), [])], 27.0),
-    "back again": ([*formed(PAIR), (7.0, closed("a"), []), (8.0, returned("a", PAIR), [])], 50.0),
-    "a stop": ([*formed(PAIR), (2.0, heard("a"), []), (2.0, heard("b"), []), (2.0, failed("a"), broke("a"))], 47.0),
-    "the end": ([*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))], 11.0),
-}
+# Identity.
 
 
-@pytest.mark.parametrize("name", DEADLINES)
-def test_deadlines(name: str) -> None:
-    script, expected = DEADLINES[name]
-    assert after(script).next_deadline() == expected
-
-
-def test_phases_change_only_as_the_picture_says() -> None:
-    run = after([*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))])
-    with pytest.raises(InternalError, match=r"a run cannot go from ENDED to RUNNING; before:\n0\.000 Join a/0 -> "):
-        run._enter(Phase.RUNNING)
-    assert {after for _, _, after in PHASE_CHANGES} == set(Phase)
-    assert Phase.ENDED not in {before for before, _, _ in PHASE_CHANGES}
-
-
-def test_everybody_hears_that_a_round_is_stopped_because_it_hung() -> None:
-    """Each node then sees where its workers are; the one with the worker that stands out names the cause."""
-    run = after(formed(RETRY))
-    hung = Tell(keys("a b"), Stop(1, "a broke", is_failure=True, is_hang=True))
-    play(run, [(10.0, failed("a", exception="hang", is_consequence=True), [hung])])
-    play(run, [(10.1, failed("b", exception="hang"), []), (10.2, joined("a", RETRY, 1), [])])
-    play(run, [(10.3, joined("b", RETRY, 1), [*written(1, 1), *sealed(2, "a b", 1)])])
-    [again] = step(run, failed("a", round=2, exception="hang", is_consequence=True), 11.0)
-    assert again.message.is_hang
-    step(run, failed("b", round=2, exception="hang"), 11.1)
-    step(run, joined("a", RETRY, 2), 11.2)
-    step(run, joined("b", RETRY, 2), 11.3)
-    assert run.outcome is not None
-    assert run.outcome.cause is not None
-    assert run.outcome.cause.node == "b"
-
-
-def test_other_failures_are_no_hangs() -> None:
-    [stopped] = step(after(formed(PAIR)), failed("a", exception="ValueError"), 10.0)
-    assert not stopped.message.is_hang
-
-
-def test_a_node_that_had_finished_hears_that_its_round_is_over() -> None:
-    """The coordinator before this one died when it had judged the round, before it told the node of the stop."""
-    script: Script = [
-        (0.0, returned("a", RETRY, A3, Stage.FINISHED), stop_again("a", 3)),
-        (1.0, joined("a", RETRY, A3), []),
-        (2.0, joined("b", RETRY, B3), sealed(4, "a b", 1, term=2)),
+def test_a_connection_that_has_not_joined_is_a_stranger() -> None:
+    run = pair()
+    feed(run, opened(3, "c"), Opened(4, Introduction(is_visitor=True)))
+    assert [run.access_of(conn) for conn in (1, 3, 4, 5)] == [
+        Access.MEMBER,
+        Access.STRANGER,
+        Access.VISITOR,
+        Access.STRANGER,
     ]
-    play(Membership(0.0, replace(MEMORY, is_round_over=True)), script)
+    assert feed(run, Received(3, Heartbeat(1))) == Ready(writes=1)
+    assert feed(run, Received(3, protocol.Close("no"))) == Ready(writes=1)
 
 
-def test_workers_of_a_round_that_is_over_are_expelled() -> None:
-    machine = Membership(0.0, replace(MEMORY, is_round_over=True))
-    assert machine.step(returned("a", RETRY, A3), 0.0) == [Expel("a/0", GIVEN_AWAY.format(3))]
+def test_a_node_that_is_refused_is_no_member_and_its_connection_is_closed() -> None:
+    run = pair()
+    ready = feed(run, opened(3, "c"), joined(3, "c", UP_TO_3))
+    refused = model.Refused("--nnodes 1:3, this run has --nnodes 2")
+    assert ready.send_after_persist == (((3,), refused),)
+    assert ready.close == ((3, f"is refused: {refused.reason}"),)
+    assert run.access_of(3) is Access.STRANGER
 
 
-def test_why_rounds_ended_is_told_with_the_outcome_and_survives_the_coordinator() -> None:
-    of = settings(1, 1, max_restarts=10)
-    run = Membership(0.0)
-    run.step(joined("a", of), 0.0)
-    for round in range(1, 11):
-        run.step(failed("a", round), float(round))
-        commands = run.step(joined("a", of, place(round, 0, 1, round - 1)), float(round))
-    earlier = memory_of(commands).earlier
-    assert earlier == tuple(RoundEnd(round, "a broke", round) for round in range(3, 11)), "the last eight"
-    run = Membership(20.0, memory_of(commands))
-    run.step(returned("a", of, place(11, 0, 1, 10)), 20.0)
-    run.step(failed("a", 11), 21.0)
-    told = run.step(joined("a", of, place(11, 0, 1, 10)), 22.0)
-    assert [each.message.outcome.earlier for each in told if isinstance(each, Tell)] == [earlier]
+def test_a_visitor_that_acts_is_cut_off() -> None:
+    run = pair()
+    feed(run, Opened(3, Introduction(is_visitor=True)))
+    assert feed(run, Received(3, protocol.Close("no"))).close == ((3, "is a visitor and sent Close"),)
+    assert run.membership.outcome is None
 
 
-def test_progress_of_any_member_counts_and_the_count_survives_the_coordinator() -> None:
-    of = settings(2, 2, policy=RestartPolicy(9, no_progress_limit=1))
-    run = after(formed(of))
+@pytest.mark.parametrize("incarnation", [0, 1, 2**52])
+def test_another_node_cannot_take_the_name_of_a_member(incarnation: int) -> None:
+    """Whether it knows the token is no matter: the secret is the member's own."""
+    run = pair()
+    ready = feed(run, opened(3, "a", secret="other"))
+    assert ready.send_after_persist == (((3,), Denied("the node id 'a' is another node's")),)
+    assert [conn for conn, _ in ready.close] == [3]
+    assert feed(run, joined(3, "a", incarnation=incarnation)) == Ready(writes=1)
+    assert run.speaker(1) == "a/0"
+    assert feed(run, Received(1, Heartbeat(1))).send_now == (((1,), HeartbeatAnswer(1)),)
 
-    def fail(run: Membership, round: int, *advances: Advance) -> list[Any]:
-        run.step(failed("a", round), float(round))
-        told = []
-        for rank, (name, advance) in enumerate(zip("ab", advances, strict=True)):
-            told += run.step(joined(name, of, place(round, rank, 2, round - 1), advance=advance), float(round))
-        return told
 
-    fail(run, 1, Advance(), Advance())
-    fail(run, 2, Advance(), Advance(7))
-    commands = fail(run, 3, Advance(7), Advance(6))
-    memory = memory_of(commands)
-    assert (memory.best_step, memory.fruitless) == (7, 1)
-    again = Membership(20.0, memory)
-    for name, rank in (("a", 0), ("b", 1)):
-        again.step(returned(name, of, place(4, rank, 2, 3)), 20.0)
-    *_, ended_with = fail(again, 4, Advance(7), Advance(7))
-    outcome = ended_with.message.outcome
-    assert (outcome.end, outcome.is_final) == (End.FAILED, True)
-    assert outcome.reason == "1 restart without getting further than step 7 (--no-progress-limit 1)"
-    assert outcome.in_brief().is_final
+def test_a_name_is_fixed_by_a_join_and_not_by_a_handshake() -> None:
+    run = Run(0.0)
+    feed(run, opened(1, "a", secret="first"), opened(2, "a", secret="second"), joined(2, "a"))
+    assert run.speaker(2) == "a/0"
+    ready = feed(run, joined(1, "a"))
+    assert (ready.close, ready.send_after_persist, run.speaker(2)) == (((1, ""),), (), "a/0")
+
+
+def test_the_names_of_a_round_are_remembered_by_the_next_coordinator() -> None:
+    run = Run(0.0)
+    feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"))
+    memory = feed(run, joined(2, "b")).persist
+    assert memory is not None
+    assert b"b" not in memory.secrets
+    after = Run(0.0, memory)
+    assert said(feed(after, opened(1, "a", secret="other"))) == [((1,), Denied)]
+    assert said(feed(after, opened(2, "a"))) == [((2,), Welcome)]
+    assert said(feed(after, opened(3, "new", secret="any"))) == [((3,), Welcome)]
+
+
+def test_a_newer_incarnation_expels_the_older_connection() -> None:
+    run = pair()
+    ready = feed(run, opened(3, "a"), joined(3, "a", incarnation=1, has_lost_place=True))
+    assert ((1,), model.Expelled("a newer incarnation of this node has joined")) in ready.send_after_persist
+    assert (1, "") in ready.close
+    assert feed(run, Received(1, Heartbeat(1))).send_now == ()
+    assert feed(run, Received(3, Heartbeat(1))).send_now != ()
+
+
+def test_what_was_said_on_an_older_connection_is_ignored() -> None:
+    run = Run(0.0)
+    feed(run, opened(1, "a"), opened(2, "a"), joined(2, "a"), opened(3, "b"), joined(3, "b"), Written(1))
+    ready = feed(run, joined(1, "a"))
+    assert (ready.close, ready.send_after_persist) == (((1, ""),), ())
+    assert run.membership.phase is model.Phase.RUNNING
+
+
+def test_a_node_that_speaks_for_another_is_cut_off() -> None:
+    run = pair()
+    ready = feed(run, opened(3, "c"), joined(3, "a"))
+    assert ready.close == ((3, "speaks for 'a', which is another node"),)
+    assert run.speaker(1) == "a/0"
+
+
+def test_a_node_that_is_done_says_so_on_a_new_connection() -> None:
+    run = pair()
+    feed(run, model.CloseRequested("enough"), Closed(1, by_peer=True), Received(2, protocol.Left()))
+    assert [*run.membership.nodes] == ["a/0"]
+    assert not feed(run, opened(3, "a", secret="other"), Received(3, protocol.Left())).forget
+    feed(run, opened(4, "a"), Received(4, protocol.Left()))
+    assert not run.membership.nodes
+
+
+# Closed connections.
+
+
+@pytest.mark.parametrize(("by_peer", "lost_at"), [(True, 12.0), (False, 15.0)])
+def test_after_a_close_of_its_own_the_coordinator_waits_for_the_whole_lease(by_peer: bool, lost_at: float) -> None:
+    """The peer may not hear of it, and its workers live on until its lease ends."""
+    run = pair()
+    feed(run, Received(1, Heartbeat(1)), Received(2, Heartbeat(1)), Closed(1, by_peer), now=10.0)
+    feed(run, Received(2, Heartbeat(2)), protocol.TimePassed(), now=lost_at - 0.1)
+    assert "a/0" in run.membership.nodes
+    feed(run, protocol.TimePassed(), now=lost_at)
+    assert "a/0" not in run.membership.nodes
+
+
+def test_a_close_that_is_the_machines_own_word_is_not_reported_again() -> None:
+    run = pair()
+    feed(run, opened(3, "a"), joined(3, "a", incarnation=1, has_lost_place=True))
+    assert feed(run, Closed(1, by_peer=False)) == Ready(writes=run.step(Written(1), 0.0).writes)
+
+
+# The end of a run.
+
+
+def test_a_run_without_nodes_is_forgotten_after_a_while() -> None:
+    run = pair()
+    feed(run, Closed(1, by_peer=True), Closed(2, by_peer=True), now=100.0)
+    assert run.passing_s(101.0) == 4.0  # Until the leases are over.
+    assert run.passing_s(110.0) == 0.0
+    assert not feed(run, protocol.TimePassed(), now=159.0).forget
+    assert feed(run, protocol.TimePassed(), now=160.0).forget
+    assert not feed(run, protocol.TimePassed(), now=170.0).forget  # Once.
+
+
+def test_a_run_with_a_node_is_not_passing() -> None:
+    assert pair().passing_s(100.0) is None
+
+
+def test_a_run_that_has_ended_passes_when_all_nodes_know() -> None:
+    run = pair()
+    feed(run, model.CloseRequested("enough"))
+    assert run.passing_s(1.0) == 9.0
+    feed(run, Received(1, protocol.Left()), Received(2, protocol.Left()))
+    assert run.passing_s(1.0) == 0.0
+
+
+OVER = Memory(
+    4, 4, 7, settings=replace(ONE, close_linger_s=10.0), outcome=Outcome(End.SUCCEEDED, "all workers have succeeded")
+)
+
+
+def test_a_node_of_a_run_that_is_over_hears_how_it_ended() -> None:
+    """It was cut off, and comes back when its run has been forgotten."""
+    run = Run(0.0, OVER, age_s=60.0)
+    feed(run, opened(1, "a"))
+    ready = feed(run, joined(1, "a", ONE, heard_round=7))
+    assert ready.send_after_persist[-1] == ((1,), model.Ended(Outcome(End.SUCCEEDED, "all workers have succeeded")))
+    assert run.membership.phase is model.Phase.FORMING
+    assert feed(run, Closed(1, by_peer=True), now=1.0).forget  # No other node is expected.
+    assert run.membership.record() == OVER
+
+
+@pytest.mark.parametrize(("age_s", "is_new"), [(9.0, False), (11.0, True)])
+def test_a_node_that_knows_of_no_past_begins_a_new_run_after_the_linger(age_s: float, is_new: bool) -> None:
+    run = Run(0.0, OVER, age_s=age_s)
+    assert feed(run, opened(1, "new")).send_after_persist == (((1,), Welcome(5, 0 if is_new else 7, 0)),)
+    ready = feed(run, joined(1, "new", ONE))
+    kinds = [type(message) for _, message in ready.send_after_persist]
+    assert kinds == ([model.Notice, model.Sealed] if is_new else [model.Ended])
+    if is_new:
+        assert ready.persist is not None
+        assert (ready.persist.last_round, ready.persist.term) == (8, 5)  # No round number is used twice.
+
+
+def test_a_new_run_ends_and_leaves_its_own_record() -> None:
+    run = Run(0.0, OVER, age_s=60.0)
+    assert run.membership.record() == OVER
+    feed(run, opened(1, "new"), joined(1, "new", ONE), Received(1, protocol.Succeeded(8)))
+    record = run.membership.record()
+    assert record is not None
+    assert (record.last_round, record.outcome) == (8, Outcome(End.SUCCEEDED, "all workers have succeeded"))
+
+
+# What nodes know when the memory is lost.
+
+
+def test_restarts_that_nodes_have_heard_of_are_not_forgotten() -> None:
+    """All agents were replaced, and the memory was lost before the next round."""
+    run = Run(0.0)
+    feed(run, opened(1, "a"), joined(1, "a", ONE, heard_round=3, heard_restarts=2))
+    assert run.membership.restarts_used == 2

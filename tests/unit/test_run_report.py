@@ -12,24 +12,27 @@ import pytest
 
 from holdfast.agent import causes
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
-from holdfast.failures import leftovers, run_report
-from holdfast.failures.report import Evidence, Fold
-from holdfast.failures.run_report import EarlierRound, FirstFailure, RunReport, merged
+from holdfast.failures import leftovers
+from holdfast.failures.records import Evidence, Failure, Folded
+from holdfast.failures.report import EarlierRound, RunReport, cascade_of, described, run_dict, run_text
 from holdfast.frozen import changed
 from holdfast.process.errors import ProcessFailure
 from holdfast.rendezvous.membership.model import End, Outcome, Place, RoundEnd
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.telemetry.stragglers import STEPS, Straggler
 
 HOST = os.uname().nodename
-FIRST = FirstFailure(
-    "exception", "node1", "failed: ValueError: x 1 (exit code 1)", 0, 2, 2, 7, 3, 1, traceback="T\nV: x"
-)
-REPORT = RunReport("train.py", "job7", 1, FIRST, "rank 2 failed", not_again="no restarts are allowed")
+RAISED = Evidence("ValueError: x 1", traceback="T\nV: x")
+FIRST = described(Failure("node1", 2, evidence=RAISED, local_rank=2, pid=7, round=3))
+REPORT = RunReport("train.py", "job7", 1, FIRST, "rank 2 failed", 0, not_again="no restarts are allowed")
+
+
+def with_evidence(**known: Any) -> RunReport:
+    return changed(REPORT, first=changed(FIRST, evidence=Evidence(**known)))
 
 
 def lines_of(report: RunReport) -> list[str]:
-    return run_report.text(report).splitlines()
+    return run_text(report).splitlines()
 
 
 def test_the_cause_is_the_last_line_and_whole() -> None:
@@ -39,15 +42,15 @@ def test_the_cause_is_the_last_line_and_whole() -> None:
 
 def test_our_own_words_fit_into_80_columns() -> None:
     earlier = tuple(EarlierRound(number, "rank 2 failed: " + "word " * 50, is_charged=True) for number in range(1, 4))
-    cascade = (Fold(tuple(range(0, 400, 2)), "signal", "was killed by SIGSEGV"),)
+    cascade = (Folded(tuple(range(0, 400, 2)), "signal", "was killed by SIGSEGV"),)
     shown = lines_of(changed(REPORT, earlier=earlier, cascade=cascade, not_again="because " * 30, run_id="long " * 40))
     assert max(len(line) for line in shown[:-1]) <= 80
 
 
 def test_ranks_with_the_error_of_the_first_are_folded() -> None:
     cascade = (
-        Fold((0, 1, 3, 4, 5, 6), "exception", "failed: ValueError: x 99 (exit code 1)"),
-        Fold((8,), "signal", "was killed by SIGSEGV"),
+        Folded((0, 1, 3, 4, 5, 6), "exception", "failed: ValueError: x 99 (exit code 1)"),
+        Folded((8,), "signal", "was killed by SIGSEGV"),
     )
     shown = lines_of(changed(REPORT, cascade=cascade))
     start = shown.index("Other failures, in order:")
@@ -56,21 +59,21 @@ def test_ranks_with_the_error_of_the_first_are_folded() -> None:
 
 def test_workers_that_were_behind_are_named() -> None:
     slow = tuple(Straggler(rank, 0.25, 2.0, STEPS, 400) for rank in range(100, 116))
-    report = changed(REPORT, first=changed(FIRST, evidence=Evidence(stragglers=slow)))
+    report = with_evidence(stragglers=slow)
     shown = lines_of(report)
     start = next(
         number for number, line in enumerate(shown) if line.startswith("Behind the median of 400 ranks on node1")
     )
     assert shown[start].startswith("Behind the median of 400 ranks on node1 (2 steps/s): rank 100 (0.25), rank")
     assert max(map(len, shown)) <= 80
-    assert run_report.to_dict(report)["stragglers"][0] == {
+    assert run_dict(report)["stragglers"][0] == {
         "rank": 100, "per_s": 0.25, "median_per_s": 2.0, "unit": "steps", "compared": 400,
     }  # fmt: skip
-    assert run_report.to_dict(REPORT)["stragglers"] == []
+    assert run_dict(REPORT)["stragglers"] == []
 
 
 def test_more_errors_than_are_shown_are_counted() -> None:
-    cascade = tuple(Fold((rank,), "exit code", f"exited {'a' * rank}") for rank in range(20))
+    cascade = tuple(Folded((rank,), "exit code", f"exited {'a' * rank}") for rank in range(20))
     assert "  ... and ranks 16-19, with other errors" in lines_of(changed(REPORT, cascade=cascade))
 
 
@@ -85,7 +88,7 @@ def test_what_was_tried_before() -> None:
 
 
 def test_files_are_named_with_their_host() -> None:
-    shown = lines_of(changed(REPORT, nodes=2, logs="/logs/a", left=("/tmp/core.7",)))
+    shown = lines_of(changed(with_evidence(logs="/logs/a", left=("/tmp/core.7",)), nodes=2))
     assert shown[-4:-2] == ["Logs: /logs/a (on node1)", "Left behind: /tmp/core.7 (on node1)"]
 
 
@@ -93,22 +96,33 @@ NASTY = "\x1b]0;owned\x07\nCause: forged\n\r\x9b31m\u202e"
 
 
 def test_nothing_from_elsewhere_reaches_the_terminal_or_begins_a_line() -> None:
-    evidence = Evidence(stack=NASTY, stderr_tail=NASTY, memory=NASTY, note=NASTY, refusal=NASTY)
-    texts = dict.fromkeys(("kind", "host", "words", "time", "error_file", "traceback"), NASTY)
+    of_worker = (
+        "message",
+        "traceback",
+        "stack",
+        "stderr_tail",
+        "memory",
+        "note",
+        "hang",
+        "refusal",
+        "error_file",
+        "logs",
+    )
+    evidence = Evidence(**dict.fromkeys(of_worker, NASTY), left=(NASTY,), others=(Folded((2,), NASTY, NASTY),))
+    facts = dict.fromkeys(("node", "exception", "text", "kind", "words"), NASTY)
     report = RunReport(
         name=NASTY,
         run_id=NASTY,
         nodes=2,
-        first=changed(FIRST, evidence=evidence, **texts),
+        first=changed(FIRST, evidence=evidence, **facts),
         cause=NASTY,
-        cascade=(Fold((1,), NASTY, NASTY),),
+        time=NASTY,
+        cascade=(Folded((1,), NASTY, NASTY),),
         stopped=((NASTY, (3,)),),
         not_again=NASTY,
         earlier=(EarlierRound(1, NASTY, is_charged=True),),
-        logs=NASTY,
-        left=(NASTY,),
     )
-    shown = run_report.text(report)
+    shown = run_text(report)
     assert not {char for char in shown if not char.isprintable()} - {"\n"}
     assert [line for line in shown.splitlines() if line.startswith("Cause: ")] == [shown.splitlines()[-1]]
     assert not [line for line in shown.splitlines()[:-1] if line.startswith("Cause: forged")]
@@ -116,15 +130,12 @@ def test_nothing_from_elsewhere_reaches_the_terminal_or_begins_a_line() -> None:
 
 def test_json_has_the_same_facts() -> None:
     report = changed(
-        REPORT,
-        first=changed(FIRST, evidence=Evidence(stderr_tail="a\nb\n", memory="m")),
-        cascade=(Fold((0, 1), "signal", "was killed by SIGSEGV"),),
+        with_evidence(stderr_tail="a\nb\n", memory="m", logs="/logs", left=("/core",)),
+        cascade=(Folded((0, 1), "signal", "was killed by SIGSEGV"),),
         stopped=(("SIGTERM", (3,)), ("", (4,))),
         earlier=(EarlierRound(1, "why", is_charged=True),),
-        logs="/logs",
-        left=("/core",),
     )
-    kept = json.loads(json.dumps(run_report.to_dict(report)))
+    kept = json.loads(json.dumps(run_dict(report)))
     assert kept["version"] == 1
     assert {name: kept["first_failure"][name] for name in ("kind", "host", "node", "rank", "pid", "round")} == {
         "kind": "exception", "host": "node1", "node": 0, "rank": 2, "pid": 7, "round": 3,
@@ -136,10 +147,15 @@ def test_json_has_the_same_facts() -> None:
     assert (kept["logs"], kept["left"]) == ("/logs", ["/core"])
 
 
-def test_folds_of_several_nodes_become_one_list() -> None:
-    folds = [Fold((0, 2), "exception", "x 1"), Fold((9,), "signal", "s"), Fold((5, 4), "exception", "x 22")]
-    assert merged(folds, 2) == (Fold((0, 4, 5), "exception", "x 1"), Fold((9,), "signal", "s"))
-    assert merged([Fold((2,), "signal", "s")], 2) == ()
+def test_failures_of_several_nodes_become_one_list() -> None:
+    also = (Folded((0, 2), "exception", "x 1"), Folded((9,), "signal", "s"))
+    first = Failure(rank=2, evidence=Evidence(others=also))
+    second = Failure(
+        rank=5, kind="exception", words="x 22", evidence=Evidence(others=(Folded((4,), "exception", "x 3"),))
+    )
+    assert cascade_of([first, second]) == (Folded((0, 4, 5), "exception", "x 1"), Folded((9,), "signal", "s"))
+    assert cascade_of([first, Failure(rank=7, text="no evidence")])[-1] == Folded((7,), "", "no evidence")
+    assert cascade_of([Failure(rank=2)]) == ()
 
 
 # From the outcome of a run.
@@ -152,14 +168,14 @@ def group_of(nodes: int) -> WorkerGroup:
     return group
 
 
-def sent(rank: int, text: str, **fields: Any) -> Failure:
-    error = {"message": {"message": text, "extraInfo": {"py_callstack": f"Traceback\n{text}", "timestamp": "1"}}}
-    evidence = Evidence(error, logs="/logs/x", left="/a\n/b")
-    also = (Fold((rank + 1,), "exception", "failed: OSError: y (exit code 1)"),)
-    failure = ProcessFailure(rank % 2, 99, 1, "", evidence)
-    return Failure(
-        "far", rank, 1, "ValueError", f"rank {rank} failed: {text}", evidence=failure.encoded(4, also), **fields
-    )
+def sent(rank: int, text: str) -> Failure:
+    also = (Folded((rank + 1,), "exception", "failed: OSError: y (exit code 1)"),)
+    evidence = Evidence(text, f"Traceback\n{text}", logs="/logs/x", left=("/a", "/b"), others=also)
+    return described(Failure("far", rank, 1, evidence=evidence, local_rank=rank % 2, pid=99, round=4))
+
+
+def seen(rank: int, exitcode: int, order: int | None = None, **evidence: Any) -> ProcessFailure:
+    return ProcessFailure(rank, 5 + rank, exitcode, "", Failure(order=order, evidence=Evidence(**evidence)))
 
 
 def report_of(outcome: Outcome | None, nodes: int = 2, **result: Any) -> RunReport | None:
@@ -171,39 +187,35 @@ def report_of(outcome: Outcome | None, nodes: int = 2, **result: Any) -> RunRepo
 def test_of_several_nodes_only_what_all_know_counts() -> None:
     earlier = (RoundEnd(1, "rank 0 failed", 1), RoundEnd(2, "b is lost", 1, has_departed=True))
     outcome = Outcome(End.FAILED, "used up", sent(2, "ValueError: x"), (sent(4, "OSError: y"),), earlier)
-    here = {0: ProcessFailure(0, 5, -9, "", Evidence(note="known here alone"))}
+    here = {0: seen(0, -9, note="known here alone")}
     report = report_of(outcome, 3, failures=here, stopped={1: "SIGTERM"})
     assert report is not None
     assert report == report_of(outcome, 3)
-    assert (report.first.rank, report.first.node, report.first.round, report.first.pid) == (2, 1, 4, 99)
-    assert report.first.traceback == "Traceback\nValueError: x"
+    assert (report.first, report.node) == (outcome.cause, 1)
     assert [fold.ranks for fold in report.cascade] == [(3, 4, 5)]
     assert report.stopped == (("", (0, 1)),)
     assert [(each.round, each.is_charged) for each in report.earlier] == [(1, True), (2, False)]
     assert (report.restarts_used, report.restarts_allowed, report.not_again) == (1, 3, "used up")
-    assert (report.logs, report.left) == ("/logs/x", ("/a", "/b"))
-    assert report.cause == "rank 2 failed: ValueError: x, on node far"
+    assert report.cause == "rank 2 failed: ValueError: x (exit code 1, pid 99), on node far"
 
 
 def test_of_a_node_alone_all_that_it_knows_counts() -> None:
-    failures = {
-        0: ProcessFailure(0, 5, 1, "", Evidence(stderr_tail="ConnectionResetError: x"), order=0),
-        1: ProcessFailure(1, 6, -11, "", Evidence(), order=1),
-    }
+    failures = {0: seen(0, 1, 0, stderr_tail="ConnectionResetError: x"), 1: seen(1, -11, 1)}
     cause = Failure(HOST, 1, -11, text="rank 1 was killed by SIGSEGV")
     report = report_of(Outcome(End.FAILED, "used up", cause), 1, failures=failures)
     assert report is not None
-    assert (report.first.kind, report.first.host, report.first.rank, report.first.node) == ("signal", HOST, 1, 0)
+    assert (report.first.kind, report.first.node, report.first.rank, report.node) == ("signal", HOST, 1, 0)
     assert [fold.ranks for fold in report.cascade] == [(0,)]
     assert report.cause == "rank 1 was killed by SIGSEGV (pid 6)"
 
 
 def test_a_lost_node_explains_what_failed_around_it() -> None:
     earlier = (RoundEnd(3, "b-1 is lost: it was silent for 5 s", 0, has_departed=True),)
-    here = {0: ProcessFailure(0, 5, 1, "", Evidence(stderr_tail="ConnectionResetError: x"))}
+    here = {0: seen(0, 1, stderr_tail="ConnectionResetError: x")}
     report = report_of(Outcome(End.FAILED, "only 1 of at least 2 nodes", earlier=earlier), failures=here)
     assert report is not None
-    assert (report.first.kind, report.first.host, report.first.round) == ("lost node", "b-1", 3)
+    assert (report.first.kind, report.first.node, report.first.round) == ("lost node", "b-1", 3)
+    assert run_dict(report)["first_failure"]["exitcode"] is None
     assert report.cause == "b-1 is lost: it was silent for 5 s; then only 1 of at least 2 nodes"
     assert report.stopped == ()
 

@@ -8,15 +8,17 @@ import pytest
 
 from holdfast.rendezvous.membership import status
 from holdfast.rendezvous.membership.model import CloseRequested, Memory, Place, Stage
+from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import ConnectionClosed
-from holdfast.rendezvous.membership.run import Membership
 from holdfast.telemetry.status import RunStatus
-from tests.unit.test_run import (
+from tests.unit.test_phases import (
     BACKOFF,
     ONE,
     PAIR,
     RETRY,
     THREE,
+    TIME,
+    TOGETHER,
     UP_TO_2,
     failed,
     joined,
@@ -51,6 +53,10 @@ HISTORIES: dict[str, tuple[list[tuple[float, Any]], float, str | None, tuple[str
     "a pause before the restart": (
         [(0.0, joined("a", BACKOFF)), (1.0, failed("a")), (2.0, joined("a", BACKOFF, 1))],
         4.0, "the pause before a restart to end, 6 s more", (),
+    ),
+    "newcomers come together": (
+        [(0.0, joined("a", TOGETHER)), (5.0, TIME), (10.0, joined("b", TOGETHER))],
+        12.0, "more newcomers, 3 s more, before b can join", ("b",),
     ),
     "adopted": ([(0.0, returned("a", PAIR, ADOPTED))], 1.0, "1 node of round 3 to come back", ()),
     "ended": ([(0.0, joined("a", ONE)), (1.0, succeeded("a"))], 1.0, None, ()),
@@ -122,6 +128,24 @@ def test_refused_nodes_and_strangers_in_the_order_of_time() -> None:
         ("10.0.0.9:4711", "its token is another one", 2.0),
         ("c" * 13, told, 1.0),
     ]
+
+
+def test_nodes_that_have_to_wait_are_named() -> None:
+    """While the run is formed, and while it runs without them."""
+    lost = tuple((host, (60.0, age_s)) for host, age_s in (("h", 1.0), ("g", 3.0)))
+    run = Membership(0.0, Memory(1, 1, 1, ("b/0",), is_round_over=True, host_loss_ages_s=lost))
+    for name, host in (("b", "h"), ("c", "g")):
+        run.step(joined(name, UP_TO_2, host=host), 0.0)
+    found = status.run_status("job7", run, 1.0)
+    words = "{} stands by for {} s more, because host {} was lost 2 times in the last hour"
+    expected = [("c", "g", 6.0, words.format("c", 6, "g")), ("b", "h", 8.0, words.format("b", 8, "h"))]
+    assert [(each.node_id, each.host, each.left_s, each.text) for each in found.held] == expected
+    assert found.waiting_for == (
+        f"1 more of at least 1 nodes to join (0 joined, timeout in 29 s; {words.format('c', 6, 'g')})"
+    )
+    run.step(joined("a", UP_TO_2, Place(1, 1, 0, 1)), 1.0)
+    shown = status.run_status("job7", run, 2.0).to_dict()
+    assert (shown["phase"], [each["node_id"] for each in shown["held"]]) == ("running", ["c", "b"])
 
 
 def test_the_last_refusals_and_steps_are_kept() -> None:

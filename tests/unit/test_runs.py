@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from holdfast.agent import control
 from holdfast.agent.control import ControlSocket
 from holdfast.cli import runs, status
 from holdfast.errors import HostError, UserError
@@ -52,18 +54,25 @@ def test_agents_without_a_node_id_are_all_shown(opened: ExitStack) -> None:
     assert ([each["pid"] for each in agents], silent) == ([1, 2], {})
 
 
-def test_agents_that_take_their_time_have_a_bound_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
+class Nodes(runs.RunView):
+    def ask_node(self, name: str, request: Mapping[str, Any], timeout_s: float = 25.0) -> dict[str, Any]:
+        if name.startswith("frozen"):
+            time.sleep(timeout_s)
+            raise HostError(f"node {name} did not answer within {timeout_s:g} s")
+        return {"pid": int(name)}
 
-    class Slow(runs.RunView):
-        def ask_node(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
-            now[0] += 25.0
-            raise HostError(f"{name} did not answer within 25 s")
 
-    agents, silent = Slow().agents([{"node_id": f"n{number}"} for number in range(40)])
-    assert (agents, len(silent), now[0]) == ([], 40, 50.0)
-    assert silent["n39"] == "not asked: the others took 30 s"
+@pytest.mark.parametrize("frozen", [1, 60])
+def test_nodes_that_do_not_answer_have_a_bound_for_all_of_them(frozen: int) -> None:
+    assert control._OWN_LIMIT_S + runs._ALL_STATUSES_LIMIT_S < 2
+    names = [*(f"frozen{number}" for number in range(frozen)), "1", "2", "3"]
+    began = time.monotonic()
+    agents, silent = Nodes().agents([{"node_id": name} for name in names])
+    assert time.monotonic() - began < 1.5, "each has its own time, and all together have a bound"
+    assert [each["pid"] for each in agents] == ([1, 2, 3] if frozen == 1 else [])
+    assert len(silent) == len(names) - len(agents)
+    assert silent["frozen0"] == "silent: node frozen0 did not answer within 0.7 s"
+    assert frozen == 1 or silent["frozen59"] == "not asked: other nodes took 0.8 s"
 
 
 def open_run(monkeypatch: pytest.MonkeyPatch, silent: dict[int, str], *args: str) -> runs.RunView:
@@ -86,10 +95,10 @@ def test_a_run_whose_agent_does_not_answer_counts_as_one(monkeypatch: pytest.Mon
         open_run(monkeypatch, {6: "other"}, "third")
 
 
-def test_numbers_of_any_size_are_shown() -> None:
-    workers = [{"global_rank": rank, "state": "running", "pid": 1} for rank in (10_000_000, 1.5, 2)]
+def test_ranks_of_any_size_are_shown_and_those_that_are_not_given_yet_are_not() -> None:
+    workers = [{"global_rank": rank, "state": "running", "pid": 1} for rank in (10_000_000, 1.5, 2, -1)]
     picture = {"run_id": "x", "run": None, "problem": None, "agents": [{"workers": workers, "round": 1234567}],
                "silent": {}, "sentence": ""}  # fmt: skip
     lines = [*status.lines_of(picture)]
     assert "round 1234567," in lines[0]
-    assert [line.split()[0] for line in lines[-3:]] == ["2", "2", "10000000"]
+    assert [line.split()[0] for line in lines[-4:]] == ["-", "2", "2", "10000000"]

@@ -24,11 +24,10 @@ def test_ssh_asks_nothing_and_ends_by_itself() -> None:
 def test_a_shell_reads_the_remote_command_as_it_was_meant(shell: str, python: str) -> None:
     remote = ssh_command(("ssh",), "node1", python, "abc", 1.5)[-1]
     words = shlex.split(remote)
-    assert words[:3] == ["exec", python, "-c"]
-    compile(words[3], "remote", "exec")
-    assert 'main("abc", 1.5)' in words[3]
+    assert words == ["exec", python, "-P", "-m", "holdfast", "remote-agent", "abc", "1.5"]
     if python == "/bin/echo":
-        assert subprocess.run([shell, "-c", remote], capture_output=True, text=True).stdout == f"-c {words[3]}\n"
+        said = subprocess.run([shell, "-c", remote], capture_output=True, text=True).stdout
+        assert said.split() == words[2:]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +73,14 @@ OTHER = "; --remote-python names another one"
          "holdfast is not installed for /opt/python on it; install it there" + OTHER),
         (1, "motd: cannot get the weather: Connection refused\nModuleNotFoundError: No module named 'holdfast'\n",
          "holdfast is not installed for /opt/python on it; install it there" + OTHER),
+        (1, "/opt/python: No module named holdfast\n",
+         "holdfast is not installed for /opt/python on it; install it there" + OTHER),
         (1, "ModuleNotFoundError: No module named 'holdfast.cli.remote_agent'\n",
          "its holdfast (of /opt/python) is another version; install the one of this host" + OTHER),
+        (2, "usage: holdfast COMMAND [options]\nholdfast: error: unknown command 'remote-agent'; did you ...\n",
+         "its holdfast (of /opt/python) is another version; install the one of this host" + OTHER),
+        (2, "Unknown option: -P\nusage: /opt/python [option] ... [-c cmd | -m mod | file | -] [arg] ...\n",
+         "/opt/python on it cannot run holdfast, which needs Python 3.11 or newer" + OTHER),
         (1, '    match command:\nSyntaxError: invalid syntax\n',
          "/opt/python on it cannot run holdfast, which needs Python 3.11 or newer" + OTHER),
         (1, "This account is currently not available.\n",

@@ -341,9 +341,9 @@ def test_more_termination_signals_do_not_shorten_the_wait() -> None:
 def test_a_closed_run_is_an_outcome() -> None:
     made = running("a", "b", at_least=1)
     closed = "holdfast: the run was closed: by me\n"
-    made.step(Gone(0, code=143, words=closed, is_outcome=True), 5.0)
-    made.step(Gone(1, code=143, words=closed, is_outcome=True), 5.0)
-    assert made.outcome == Outcome(143, closed)
+    made.step(Gone(0, code=94, words=closed, is_outcome=True), 5.0)
+    made.step(Gone(1, code=94, words=closed, is_outcome=True), 5.0)
+    assert made.outcome == Outcome(94, closed)
 
 
 # Hosts that stand by.

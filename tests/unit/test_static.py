@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import options, static
+from holdfast.rendezvous import settings, static
 from holdfast.rendezvous.api import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -22,7 +22,6 @@ from holdfast.rendezvous.api import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from holdfast.rendezvous.etcd import options as etcd_options
 from holdfast.rendezvous.store import barrier
 
 
@@ -126,8 +125,8 @@ def test_standalone_needs_no_endpoint(endpoint: str) -> None:
     [
         (2, {}, "backend 'standalone' is for one node, not for max_nodes 2"),
         (1, {"rank": 1}, "rank 1 is out of range"),
-        (1, {"coordinator_port": "maybe"}, "'coordinator_port' is 'maybe'"),
-        (1, {"timeout": 0}, "'timeout' is 0 s"),
+        (1, {"coordinator_port": "maybe"}, "coordinator_port must be a port from 1 to 65535, or off, not 'maybe'"),
+        (1, {"timeout": 0}, "timeout must be a number of seconds above 0, not 0"),
     ],
 )
 def test_standalone_refuses(nodes: int, config: dict[str, Any], text: str) -> None:
@@ -179,7 +178,7 @@ def test_coordinator_port_of_one_node(value: Any) -> None:
     ("nodes", "config", "text"),
     [
         (1, {"rank": None}, "backend 'static' needs the rank of this node"),
-        (1, {"rank": "first"}, "'rank' is 'first'"),
+        (1, {"rank": "first"}, "rank must be a whole number, not 'first'"),
         (1, {"rank": 1}, "rank 1 is out of range: with max_nodes 1 it must be from 0 to 0"),
         (3, {"rank": 3, "coordinator_port": "off"}, "rank 3 is out of range: .* from 0 to 2"),
         (3, {"rank": -1, "coordinator_port": "off"}, "rank -1 is out of range"),
@@ -189,16 +188,10 @@ def test_coordinator_port_of_one_node(value: Any) -> None:
         (1, {"endpoint": "[::1]"}, r"endpoint '\[::1\]' has no port"),
         (1, {"endpoint": "host:0"}, "endpoint 'host:0': workers cannot meet at port 0"),
         (1, {"endpoint": "host:port"}, "endpoint 'host:port': port 'port'"),
-        (
-            1,
-            {"coordinator_port": "0"},
-            "'coordinator_port' is '0', but must be a port from 1 to 65535, or off",
-        ),
-        (1, {"coordinator_port": 65536}, "'coordinator_port' is 65536"),
-        (1, {"coordinator_port": "on"}, "'coordinator_port' is 'on'"),
-        (2, {"coordinator_port": "on"}, "'coordinator_port' is 'on'"),
-        (1, {"timeout": -1}, "'timeout' is -1 s, but must be above 0"),
-        (1, {"timeout": "soon"}, "'timeout' is 'soon'"),
+        (1, {"coordinator_port": "on"}, "coordinator_port must be a port from 1 to 65535, or off, not 'on'"),
+        (2, {"coordinator_port": "on"}, "coordinator_port must be a port from 1 to 65535, or off, not 'on'"),
+        (2, {"endpoint": "host:65535"}, "there is no port after 65535 for the coordinator; set coordinator_port"),
+        (1, {"timeout": -1}, "timeout must be a number of seconds above 0, not -1"),
     ],
 )
 def test_static_refuses(nodes: int, config: dict[str, Any], text: str) -> None:
@@ -214,10 +207,12 @@ def test_unknown_settings_are_refused(create: Any) -> None:
 
 
 @either
-@pytest.mark.parametrize("keys", [options.KEYS, etcd_options.KEYS], ids=["tcp", "etcd"])
-def test_every_setting_of_another_backend_is_known(create: Any, keys: dict[str, tuple[str, ...]]) -> None:
-    names = {*keys, *(alias for aliases in keys.values() for alias in aliases)}
-    assert create(**dict.fromkeys(names - {"rank", "timeout", "coordinator_port"}, "1")) is not None
+def test_every_setting_of_another_backend_is_known(create: Any) -> None:
+    """Whatever its value, because it has no effect. People keep settings in scripts."""
+    names = settings.names_of(settings.TABLE) - {"rank", "timeout", "coordinator_port"}
+    assert create(**dict.fromkeys(names, "x")) is not None
+    of_torchrun = {"close_timeout", "heartbeat_timeout", "store_type", "read_timeout", "ssl_cert", "cacert", "protocol"}
+    assert of_torchrun < names
 
 
 @either
@@ -229,32 +224,6 @@ def test_settings_of_other_backends_are_accepted_and_said_to_do_nothing(
     create(timeout=900, join_timeout="600", last_call_timeout=30)
     (message,) = caplog.messages
     assert message.endswith("makes no use of setting 'join_timeout', 'last_call_timeout'")
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "join_timeout",
-        "last_call_timeout",
-        "close_timeout",
-        "heartbeat_timeout",
-        "keep_alive_interval",
-        "keep_alive_max_attempt",
-        "store_type",
-        "is_host",
-        "read_timeout",
-        "protocol",
-        "ssl_cert",
-        "ssl_cert_key",
-        "ca_cert",
-        "etcd_prefix",
-        "cert",
-        "key",
-        "cacert",
-    ],
-)
-def test_settings_that_torchrun_users_pass_are_known(key: str) -> None:
-    assert fixed(**{key: "x"}).get_backend() == "static"
 
 
 @either

@@ -73,15 +73,15 @@ def test_the_json_form() -> None:
 
 def test_the_story_is_told_in_few_words() -> None:
     machine = Lifecycle(300)
-    machine.step(RunRequested(), 10.0)
+    steps = [machine.step(RunRequested(), 10.0)]
     large = Place(1, 1, 0, 900, tuple((f"role-{number}", 1) for number in range(300)))
-    machine.step(Sealed("", large), 12.0)
-    [first, second] = AgentStatus(story=machine.steps()).to_dict(12.5)["story"]
-    assert first == {"ago_s": 2.5, "phase": "idle", "event": "RunRequested()", "commands": ["Join()"]}
+    steps.append(machine.step(Sealed("", large), 12.0))
+    [first, second] = AgentStatus(story=tuple(steps)).to_dict(12.5)["story"]
+    assert first == {"ago_s": 2.5, "phase": "idle", "event": "RunRequested()", "commands": ["JoinRound()"]}
     assert (second["ago_s"], second["phase"], second["commands"]) == (0.5, "joining", ["StartWorkers(round=1)"])
     assert second["event"].startswith("Sealed(")
     assert len(second["event"]) < 250
-    many = AgentStatus(story=machine.steps() * 100)
+    many = AgentStatus(story=tuple(steps) * 100)
     assert len(json.dumps(many.to_dict(12.5))) < 5000
 
 
@@ -92,7 +92,7 @@ def test_the_story_is_told_in_few_words() -> None:
         ("starting", "the workers to start"),
         ("running", None),
         ("stopping", "the workers to stop"),
-        ("waiting", "the other nodes to finish"),
+        ("finished", "the other nodes to finish"),
     ],
 )
 def test_what_is_waited_for(phase: str, waiting_for: str | None) -> None:

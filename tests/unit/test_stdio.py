@@ -11,6 +11,7 @@ import sys
 import threading
 import tty
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
@@ -88,6 +89,21 @@ def test_a_full_pipe_holds_up_no_caller_and_gets_everything_in_order() -> None:
         assert read_all(reader, b"end\n").decode() == filling * "." + "".join(texts)
         stdio.flush()
         assert not writers(), "the thread ends when all is written"
+
+
+def test_what_the_program_has_not_flushed_holds_up_no_caller() -> None:
+    """A pipe with room for a page is writable, and has no room for the program's own text."""
+    with piped() as (reader, stream), ThreadPoolExecutor(1) as thread:
+        filling = support.fill(stream.fileno())
+        os.read(reader, 4096)
+        stream.write("y" * 8000)
+        written = thread.submit(stdio.write, stream, "one\n")
+        try:
+            written.result(support.DEADLINE_S)
+        finally:
+            heard = read_all(reader, b"one\n")
+        assert heard == b"." * (filling - 4096) + b"one\n"
+        stream.flush()
 
 
 SPEAKERS: dict[str, Callable[[], None]] = {

@@ -49,7 +49,6 @@ def own_client(store: Any) -> Any:
     return store.clone() if type(store).__name__ == "TCPStore" else store
 
 
-ours = pytest.mark.parametrize("make", [in_process])
 # Running the same tables on torch's stores shows that ours mean the same by the same names.
 every_store = pytest.mark.parametrize("make", [in_process, torch_hash, torch_tcp])
 Make = Callable[[], Any]
@@ -120,30 +119,23 @@ def test_compare_set(make: Make, before: str | None, expected: str, returned: by
         assert store.get("k") == after
 
 
-@ours
-def test_add_to_what_is_not_a_number(make: Make) -> None:
-    store = make()
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda store: store.add("n", 1), UserError, r"cannot add to 'n', its value b'many' is not a number"),
+        (lambda store: store.set("k", 5), TypeError, "bytes or text, not int: 5"),
+        (lambda store: store.multi_set(["a", "b"], ["1"]), UserError, "2 keys but 1 values"),
+    ],
+)
+def test_mistakes_change_nothing(call: Callable[[Any], Any], error: type[Exception], words: str) -> None:
+    store = in_process()
     store.set("n", "many")
-    with pytest.raises(UserError, match=r"cannot add to '.*n', its value b'many' is not a number"):
-        store.add("n", 1)
+    with pytest.raises(error, match=words):
+        call(store)
     assert store.get("n") == b"many"
+    assert not any(store.check([key]) for key in ("a", "k"))
 
 
-@ours
-def test_values_of_another_type_are_refused(make: Make) -> None:
-    with pytest.raises(TypeError, match="bytes or text, not int: 5"):
-        make().set("k", 5)
-
-
-@ours
-def test_multi_set_needs_as_many_values_as_keys(make: Make) -> None:
-    store = make()
-    with pytest.raises(UserError, match="2 keys but 1 values"):
-        store.multi_set(["a", "b"], ["1"])
-    assert not store.check(["a"])
-
-
-@ours
 @pytest.mark.parametrize(
     "read",
     [
@@ -163,8 +155,8 @@ def test_multi_set_needs_as_many_values_as_keys(make: Make) -> None:
         lambda store: store.compare_set("late", "", "1"),
     ],
 )
-def test_readers_wait_for_writers(make: Make, read: Callable[[Any], bytes], write: Callable[[Any], Any]) -> None:
-    store = make()
+def test_readers_wait_for_writers(read: Callable[[Any], bytes], write: Callable[[Any], Any]) -> None:
+    store = in_process()
     store.set("early", "0")
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, store)
@@ -172,11 +164,10 @@ def test_readers_wait_for_writers(make: Make, read: Callable[[Any], bytes], writ
         assert reading.result(LONG_S) == b"1"
 
 
-@ours
-def test_time_outs_name_the_missing_keys_and_the_seconds(make: Make) -> None:
-    store = make()
+def test_time_outs_name_the_missing_keys_and_the_seconds() -> None:
+    store = in_process()
     store.set("here", "")
-    with pytest.raises(StoreTimeoutError, match=r"timed out after 0\.05 s waiting for '.*gone', '.*lost'$"):
+    with pytest.raises(StoreTimeoutError, match=r"timed out after 0\.05 s waiting for 'gone', 'lost'$"):
         store.wait(["gone", "here", "lost"], SHORT)
     with pytest.raises(StoreTimeoutError, match=r"after 0 s waiting for '.*gone'$"):
         store.wait(["gone"], timedelta(0))
@@ -187,12 +178,8 @@ def test_time_outs_name_the_missing_keys_and_the_seconds(make: Make) -> None:
             read()
         assert isinstance(caught.value, HoldfastError)
         assert isinstance(caught.value, TimeoutError)
-
-
-def test_time_out_text_is_bounded() -> None:
-    with pytest.raises(StoreTimeoutError) as caught:
-        in_process().wait([f"key{n}" for n in range(4000)], timedelta(0))
-    assert str(caught.value).endswith("'key14', 'key15', ...")
+    with pytest.raises(StoreTimeoutError, match=r"'key14', 'key15', \.\.\.$"):
+        store.wait([f"key{n}" for n in range(4000)], timedelta(0))
 
 
 @every_store
@@ -271,11 +258,10 @@ def test_get_all_of_values_that_are_large_small_and_empty(make: Make) -> None:
     assert not store.check(["p/all/0"])  # What was only made for this is gone.
 
 
-@ours
-def test_synchronize_fails_when_a_rank_is_missing(make: Make) -> None:
-    store = make()
+def test_synchronize_fails_when_a_rank_is_missing() -> None:
+    store = in_process()
     before = store.timeout
-    with pytest.raises(StoreTimeoutError, match=r"0\.05 s waiting for '.*p1'"):
+    with pytest.raises(StoreTimeoutError, match=r"0\.05 s waiting for 'p1'"):
         synchronize(store, b"", 0, 2, "p", 0.05)
     assert store.timeout == before
 
@@ -295,18 +281,30 @@ def test_barrier_opens_for_all_at_once(make: Make, with_rank: bool) -> None:
         one.result()
 
 
-@every_store
-def test_barrier_of_one(make: Make) -> None:
-    barrier(make(), 1, "b", LONG_S)
+GATE_IS_OPEN = {"b0/TRACE": "arrived", "b/num_members": "1", "b/TRACING_GATE": "open"}
 
 
 @every_store
-def test_barrier_without_rank_says_how_many_came(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("others", "rank", "said"),
+    [
+        ({}, None, ": 1 of 3 had arrived"),
+        ({}, 1, " on rank 1: 1 of 3 had arrived; rank 0 is missing"),
+        (GATE_IS_OPEN, 1, " on rank 1: 2 of 3 had arrived; see rank 0 for who is missing"),
+        ({"b1/TRACE": "arrived"}, 0, " on rank 0: 1 of 3 had arrived; missing ranks: 2"),
+    ],
+)
+def test_a_barrier_that_times_out_says_who_came(
+    make: Make, others: dict[str, str], rank: int | None, said: str
+) -> None:
     store = make()
+    barrier(store, 1, "of one", LONG_S)
     before = store.timeout
+    for key, value in others.items():
+        store.set(key, value)
     with pytest.raises(StoreTimeoutError) as caught:
-        barrier(store, 3, "b", 0.05)
-    assert str(caught.value) == "barrier 'b': timed out after 0.05 s: 1 of 3 had arrived"
+        barrier(store, 3, "b", 0.05, rank, trace_timeout=0.05)
+    assert str(caught.value) == f"barrier 'b': timed out after 0.05 s{said}"
     assert store.timeout == before
 
 
@@ -332,18 +330,6 @@ def test_rank_0_says_who_is_missing(make: Make) -> None:
 
 
 @every_store
-def test_other_ranks_refer_to_rank_0(make: Make) -> None:
-    store = make()
-    store.multi_set(["b0/TRACE", "b/num_members"], ["arrived", "1"])
-    store.set("b/TRACING_GATE", "open")
-    with pytest.raises(StoreTimeoutError) as caught:
-        barrier(store, 3, "b", 0.05, 1, trace_timeout=LONG_S)
-    assert str(caught.value) == (
-        "barrier 'b': timed out after 0.05 s on rank 1: 2 of 3 had arrived; see rank 0 for who is missing"
-    )
-
-
-@every_store
 def test_other_ranks_wait_while_rank_0_looks(make: Make) -> None:
     store = make()
     store.set("b0/TRACE", "arrived")
@@ -360,12 +346,6 @@ def test_other_ranks_wait_while_rank_0_looks(make: Make) -> None:
         with pytest.raises(StoreTimeoutError, match=r"missing ranks: 2$"):
             barrier(store, 3, "b", 0.05, 0, trace_timeout=0.05)
         assert waiting.result(LONG_S).endswith("see rank 0 for who is missing")
-
-
-@every_store
-def test_barrier_without_rank_0(make: Make) -> None:
-    with pytest.raises(StoreTimeoutError, match=r"on rank 1: 1 of 2 had arrived; rank 0 is missing$"):
-        barrier(make(), 2, "b", 0.05, 1)
 
 
 def test_barrier_names_a_bounded_number_of_ranks() -> None:

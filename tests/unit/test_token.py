@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.cli import token
 from holdfast.rendezvous.membership import keys
-from holdfast.rendezvous.options import read_token
+from holdfast.rendezvous.settings import read_token
 from tests import support
 
 
@@ -30,13 +30,19 @@ def test_a_token_in_a_file_that_the_shell_has_made_is_private_and_can_be_used(tm
         assert path.stat().st_mode & 0o777 == 0o600
         made.append(read_token(str(path)))
     assert len(set(made)) == 2
-    assert all(each is not None and len(each) == 64 for each in made)
+    assert all(each is not None and keys.is_made(each) for each in made)
 
 
-def test_the_token_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = support.write_secret(tmp_path / "token", b"the token of all runs")
+@pytest.mark.parametrize("of_all_runs", [keys.made_token(b"x" * 32).encode(), b"the token of all runs"])
+def test_the_token_of_one_run(
+    of_all_runs: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = support.write_secret(tmp_path / "token", of_all_runs)
     assert token.main(["--run", "job7", "--token-file", file]) == 0
-    assert capsys.readouterr().out.strip().encode() == keys.run_token(b"the token of all runs", "job7")
+    of_run = capsys.readouterr().out.strip().encode()
+    assert of_run == keys.run_token(of_all_runs, "job7")
+    assert keys.is_made(of_run)
+    assert len(caplog.messages) == (not keys.is_made(of_all_runs)), "what it is derived from can be guessed"
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""Whose turn it is: no job and no share holds up another."""
+"""Whose turn it is: no connection holds up another, and no turn of the loop is long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.rendezvous.coordinator.turns import Share, Turns
+from holdfast.rendezvous.coordinator.turns import Turns
 
 
 class World:
@@ -16,10 +16,17 @@ class World:
         self._next: list[Callable[[], None]] = []
         self.turns = Turns(lambda: self.now, self._next.append)
 
-    def turn(self) -> None:
+    def offer(self, name: str, count: int = 1, cost_s: float = 0.0001, *, is_member: bool = True) -> bool:
+        """A connection with so many messages, each of which takes so long."""
+        return self.turns.offer(Talker(self, name, count, cost_s, is_member))
+
+    def turn(self) -> float:
+        """How long it took."""
+        began = self.now
         calls, self._next[:] = list(self._next), []
         for call in calls:
             call()
+        return self.now - began
 
     @property
     def is_idle(self) -> bool:
@@ -27,91 +34,64 @@ class World:
 
 
 class Talker:
-    """A connection with so many messages, each of which takes so long."""
+    def __init__(self, world: World, name: str, count: int, cost_s: float, is_member: bool) -> None:
+        self._world, self._name, self._left, self._cost_s = world, name, count, cost_s
+        self.is_member = is_member
 
-    def __init__(self, world: World, share: Share, name: str, count: int, cost_s: float = 0.0001) -> None:
-        self._world, self._share, self._name = world, share, name
-        self._left, self._cost_s = count, cost_s
-
-    def take_turn(self, now: float, ends_at: float) -> None:
+    def take_turn(self, ends_at: float) -> bool:
         while self._left:
             self._left -= 1
             self._world.now += self._cost_s
             self._world.done.append(self._name)
             if self._world.now >= ends_at:
                 break
-        if self._left:
-            self._world.turns.wait(self._share, self)
+        return self._left > 0
 
 
-def test_what_comes_alone_is_done_at_once_and_needs_no_turn() -> None:
-    world, share = World(), Share()
+def test_a_message_that_comes_alone_is_taken_at_once() -> None:
+    world = World()
     for _ in range(4):
-        assert world.turns.offer(share, Talker(world, share, "a", 1))
+        assert world.offer("a")
     assert world.done == ["a"] * 4
+    world.turn()
     assert world.is_idle
 
 
-def test_a_talkative_run_does_not_hold_up_another() -> None:
-    world, chatty, modest = World(), Share(), Share()
-    world.turns.offer(chatty, Talker(world, chatty, "chatty", 100_000))
-    assert world.now < 0.03
-    for _ in range(20):
-        before = world.now
-        assert world.turns.offer(modest, Talker(world, modest, "modest", 1))  # In the very turn in which it comes.
-        world.turn()
-        assert world.now - before < 0.03
-    assert world.done.count("modest") == 20
-
-
-def test_each_of_many_runs_has_a_part_of_a_turn() -> None:
+def test_a_talkative_connection_does_not_hold_up_another() -> None:
     world = World()
-    shares = [Share() for _ in range(10)]
-    for at, share in enumerate(shares):
-        world.turns.offer(share, Talker(world, share, f"{at}", 10_000))
-    assert world.now < 0.07  # All in one turn, in which none has to wait for the next.
+    assert not world.offer("chatty", 100_000)
+    for number in range(1, 21):
+        assert world.turn() < 0.03
+        assert world.offer("modest"), "in the turn in which it comes"
+        assert world.done.count("modest") == number
+
+
+def test_members_that_wait_have_equal_parts_of_each_turn() -> None:
+    world = World()
+    for number in range(10):
+        world.offer(f"{number}", 10_000)
+    assert world.now < 0.03, "what comes when the turn is over has to wait"
     for _ in range(20):
-        world.turn()
-    world.done.clear()
-    before = world.now
-    for _ in range(10):
-        world.turn()
-    assert 0.1 < world.now - before < 0.4
-    counts = [world.done.count(f"{at}") for at in range(10)]
+        assert world.turn() < 0.03
+    counts = [world.done.count(f"{number}") for number in range(10)]
     assert max(counts) <= 1.2 * min(counts)
 
 
-def test_the_first_turn_of_hundreds_of_runs_is_bounded_too() -> None:
+def test_strangers_share_what_a_turn_has_and_members_do_not_wait_for_them() -> None:
     world = World()
-    for _ in range(256):
-        share = Share()
-        world.turns.offer(share, Talker(world, share, "x", 10_000))
-    assert world.now < 0.5
-
-
-def test_connections_of_a_run_take_turns() -> None:
-    world, share = World(), Share()
-    world.turns.offer(share, Talker(world, share, "chatty", 100_000))
-    assert not world.turns.offer(share, Talker(world, share, "modest", 3))
-    world.turn()
-    assert world.done.count("modest") == 3
-
-
-def test_a_costly_message_is_paid_for_later() -> None:
-    world, costly, other = World(), Share(), Share()
-    world.turns.offer(costly, Talker(world, costly, "costly", 50, 0.1))
-    world.turns.offer(other, Talker(world, other, "other", 100_000))
-    for _ in range(100):
-        world.turn()
-    spent_s = world.done.count("costly") * 0.1
-    assert 0.5 < spent_s / (world.done.count("other") * 0.0001) < 2.0
+    for _ in range(5000):
+        world.offer("stranger", 100, is_member=False)
+    for number in range(1, 21):
+        world.offer("member", 10)
+        assert world.turn() < 0.06
+        assert world.done.count("member") == 10 * number
+    assert world.done.count("stranger") > 1000
 
 
 def test_all_is_done_in_the_end() -> None:
     world = World()
-    shares = [Share() for _ in range(3)]
-    for at in range(30):
-        world.turns.offer(shares[at % 3], Talker(world, shares[at % 3], f"{at}", 100))
+    for number in range(30):
+        world.offer(f"{number}", 100, is_member=bool(number % 3))
     for _ in range(1000):
         world.turn()
     assert len(world.done) == 3000

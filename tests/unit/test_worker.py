@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import HostError
 from holdfast.process.spawner import bootstrap
+from holdfast.process.workers.group import SpawnerLostError, is_curable
 from holdfast.process.workers.ladder import Ladder
 from holdfast.process.workers.worker import Slot
 
@@ -202,3 +205,17 @@ def test_a_worker_that_was_being_started_did_not_have_to_be_killed() -> None:
     slot.pid = 7
     slot.end(-signal.SIGKILL, 1, Ladder(signal.SIGTERM, 30.0, 0.0))
     assert slot.how_stopped() == "while it was being started"
+
+
+@pytest.mark.parametrize(
+    ("error", "may_try_again"),
+    [
+        *((OSError(number, "of the program"), False) for number in (errno.ENOENT, errno.EACCES, errno.ENOEXEC)),
+        (OSError(errno.EMFILE, "the limit of this process"), False),
+        (HostError("--numa-binding: no NUMA node"), False),
+        *((OSError(number, "of the host"), True) for number in (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EIO)),
+        (SpawnerLostError("the spawner was killed by SIGKILL"), True),
+    ],
+)
+def test_which_errors_of_a_start_a_restart_may_cure(error: Exception, may_try_again: bool) -> None:
+    assert is_curable(error) is may_try_again

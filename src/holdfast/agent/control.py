@@ -4,8 +4,9 @@
     answer     {"result": {...}}   or   {"error": "..."}    one line of JSON; then the connection is closed
 
 Each agent listens on a Unix socket of its own (mode 0600), in a directory that belongs to its user alone (mode 0700):
-`$XDG_RUNTIME_DIR/holdfast`, else `holdfast-agents-<uid>` in `$TMPDIR` or /tmp. The peer's uid is checked, too. If there
-is no place for the socket, the run goes on without it.
+`$XDG_RUNTIME_DIR/holdfast`, else `holdfast-agents-<uid>` in `$TMPDIR` or /tmp. If another user has taken these names, a
+random number is added, and a line says so. The peer's uid is checked, too. If there is no place for the socket, the run
+goes on without it.
 
 One thread serves the clients one after another. A client has a second for everything, so one that is slow or sends junk
 delays other clients by that, and the run not at all. Commands are a table from names to functions, which are called in
@@ -13,7 +14,8 @@ that thread: they only read, or hand a request over to the agent's loop. Those i
 have a thread each, and there are a few at most. A client that asks for the `end` gets its answer when the agent's run
 is over, and needs no thread meanwhile; if too many ask, the oldest is dropped for the newest.
 
-An agent that was killed leaves its socket behind. A connection to such a socket is refused, and `find` removes it.
+An agent that was killed leaves its socket behind. A connection to such a socket is refused. The next agent of the user
+removes it, and so does `find`.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ _REQUEST_LIMIT_BYTES = 4096
 _ANSWER_LIMIT_BYTES = 4 << 20
 _ANSWER_OF_OTHERS_LIMIT_BYTES = 1 << 20
 _ASK_LIMIT_S = 2.0
+_OWN_LIMIT_S = 1.0  # For up to `_ASKED_AT_ONCE` agents of this user together.
+_ASKED_AT_ONCE = 64
 _OTHERS_LIMIT_S = 5.0
 _BACKLOG = 128
 _PATH_LIMIT_BYTES = 107  # the kernel's
@@ -53,9 +57,8 @@ _SHORTAGE_PAUSE_S = 1.0
 _SLOW_AT_ONCE = 8
 _MOST_AWAIT_END = 8
 _END_PATIENCE_S = 0.2  # For all of them together.
-# A socket refuses connections for a moment before its agent listens on it, too.
 _STALE_AFTER_S = 10.0
-_PATH = r"/holdfast(?:-agents-\d+)?/([^/]*)\.(\d+)\.[0-9a-f]{8}\.sock$"
+_PATH = r"/holdfast(?:-agents-\d+)?(?:-[0-9a-f]{8})?/([^/]*)\.(\d+)\.[0-9a-f]{8}\.sock$"
 
 
 # The agent's side.
@@ -67,7 +70,7 @@ def served(run_id: str, commands: Mapping[str, Command], slow: Collection[str] =
     try:
         control = ControlSocket(run_id, commands, slow)
     except (OSError, RuntimeError) as error:
-        logger.debug("no control socket, so `holdfast status` and others will not find this agent: %s", error)
+        logger.warning("no control socket, so `holdfast status` and others will not find this agent: %s", error)
         yield None
         return
     with contextlib.closing(control):
@@ -138,6 +141,7 @@ class ControlSocket:
     # In the thread.
 
     def _serve(self) -> None:
+        _remove_sockets_of_the_dead()
         while not self._is_closing.is_set():
             try:
                 fd, _ = self._listener._accept()  # type: ignore[attr-defined]  # The stubs do not know it.
@@ -248,9 +252,12 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
     """Give the socket a name in the first directory that can be used. Several agents may have the same run id and pid:
     those of one process, and of containers that share the directory."""
     name = f"{name_in_path(run_id)}.{os.getpid()}.{os.urandom(4).hex()}.sock"
-    trouble = OSError()
-    # Each twice: the last agent to end removes the directory, perhaps between the two steps of the first try.
-    for directory in (each for each in directories() for _ in range(2)):
+    usual = directories()
+    trouble: OSError | None = None
+    # Each twice: the last agent to end removes the directory, perhaps between the two steps of the first try. A random
+    # name is one that no other user has taken.
+    substitutes = [*_substitutes(), *(f"{each}-{os.urandom(4).hex()}" for each in usual)]
+    for directory in [*(each for each in usual for _ in range(2)), *substitutes]:
         path = f"{directory}/{name}"
         try:
             if len(os.fsencode(path)) > _PATH_LIMIT_BYTES:
@@ -260,10 +267,48 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
             if not _is_private(directory):
                 raise PermissionError(errno.EPERM, "it does not belong to this user alone", directory)
             listener.bind(path)
-            return path
         except OSError as error:
-            trouble = error
-    raise trouble
+            trouble = trouble or error
+            continue
+        if directory not in usual:
+            why = trouble.strerror if trouble is not None else ""
+            logger.warning("%s: %s; the control socket of this agent is in %s", usual[0], why, directory)
+        return path
+    raise trouble or OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+def _substitutes() -> list[str]:
+    """Directories that agents of this user have made because the usual ones could not be used."""
+    found: list[str] = []
+    for usual in directories():
+        above, _, name = usual.rpartition("/")
+        with contextlib.suppress(OSError):
+            names = [each for each in os.listdir(above) if re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", each)]
+            found += [each for each in (f"{above}/{name}" for name in names) if _is_private(each)]
+    return found
+
+
+def _remove_sockets_of_the_dead() -> None:
+    """A pid without a process here may be one of another container, so its socket is tried."""
+    for path, (_, pid) in _paths().items():
+        if _is_own(path) and not os.path.exists(f"/proc/{pid}"):
+            with contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)) as probe:
+                probe.setblocking(False)
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    _remove_stale(path)
+                except OSError:
+                    pass
+
+
+def _remove_stale(path: str) -> None:
+    """A socket that refuses connections. It does so for a moment before its agent listens on it, too."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)
+        is_old = time.time() - found.st_mtime > _STALE_AFTER_S
+        if is_old and stat.S_ISSOCK(found.st_mode) and _is_private(os.path.dirname(path)):
+            os.unlink(path)
 
 
 # The other side.
@@ -272,31 +317,41 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
 def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """Every agent of this user on this host, wherever its socket is: the statuses (`AgentStatus.to_dict`, where the
     `socket` is and the `uid` of its user), and the pids of agents that did not answer in time, with the names of their
-    runs (`name_in_path`). Stale sockets are removed. Root may ask the agents of all users; those of others have a
-    bounded time for all of them together."""
+    runs (`name_in_path`). Stale sockets are removed. This user's agents are asked at the same time. Root may ask the
+    agents of all users; those of others have a bounded time for all of them together."""
     statuses, silent = [], {}
+    paths = _paths()
+    own = sorted(filter(_is_own, paths))
     until = time.monotonic() + _OTHERS_LIMIT_S
-    for is_foreign, path, (name, pid) in sorted((not _is_own(path), path, names) for path, names in _paths().items()):
-        if is_foreign and not of_all_users:
-            break
-        limit_s = min(_ASK_LIMIT_S, max(0.01, until - time.monotonic())) if is_foreign else _ASK_LIMIT_S
-        try:
-            uid = os.lstat(path).st_uid
-            answer, peer = ask(path, {"command": "status"}, limit_s)
-        except ConnectionRefusedError:
-            with contextlib.suppress(OSError):
-                if os.path.dirname(path) in directories() and time.time() - os.stat(path).st_mtime > _STALE_AFTER_S:
-                    os.unlink(path)
-        except (TimeoutError, BlockingIOError):  # The latter if its queue is full.
-            silent[pid] = name
-        except (OSError, ValueError, RecursionError):
-            continue  # It is gone, or is none of ours.
-        else:
-            # Root asks every user's agents, and believes only what a process says of itself.
-            status = answer.get("result")
-            if isinstance(status, dict) and status.get("pid") == peer:
-                statuses.append({**status, "socket": path, "uid": uid})
+    batches = [own[first : first + _ASKED_AT_ONCE] for first in range(0, len(own), _ASKED_AT_ONCE)]
+    for batch in [*batches, *([path] for path in sorted(paths.keys() - {*own}) if of_all_users)]:
+        limit_s = _OWN_LIMIT_S if batch in batches else min(_ASK_LIMIT_S, max(0.01, until - time.monotonic()))
+        ends = time.monotonic() + limit_s
+        for path, question in [(path, _asked(path, limit_s)) for path in batch]:
+            name, pid = paths[path]
+            try:
+                if isinstance(question, Exception):
+                    raise question
+                answer = question.answer(max(0.01, ends - time.monotonic()))
+            except ConnectionRefusedError:
+                _remove_stale(path)
+            except (TimeoutError, BlockingIOError):  # The latter if its queue is full.
+                silent[pid] = name
+            except (OSError, ValueError, RecursionError):
+                continue  # It is gone, or is none of ours.
+            else:
+                # Root asks every user's agents, and believes only what a process says of itself.
+                status = answer.get("result")
+                if isinstance(status, dict) and status.get("pid") == question.pid:
+                    statuses.append({**status, "socket": path, "uid": question.uid})
     return statuses, silent
+
+
+def _asked(path: str, limit_s: float) -> Question | Exception:
+    try:
+        return Question(path, {"command": "status"}, limit_s)
+    except OSError as error:
+        return error
 
 
 def ask(path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> tuple[dict[str, Any], int]:
@@ -321,9 +376,9 @@ class Question:
         try:
             self._sock.settimeout(timeout_s)
             self._sock.connect(path)
-            self.pid, uid = _peer_of(self._sock)
-            if uid != owner:
-                raise PermissionError(errno.EPERM, f"user {uid} serves the socket of user {owner}", path)
+            self.pid, self.uid = _peer_of(self._sock)
+            if self.uid != owner:
+                raise PermissionError(errno.EPERM, f"user {self.uid} serves the socket of user {owner}", path)
             self._sock.sendall(json.dumps(request).encode() + b"\n")
         except BaseException:
             self._sock.close()
@@ -384,7 +439,7 @@ def _paths() -> dict[str, tuple[str, int]]:
     """Sockets, with the run and the pid in their names. The kernel lists those of agents whose TMPDIR is not ours, the
     directories have those of agents that are gone."""
     paths: list[str] = []
-    for directory in directories():
+    for directory in (*directories(), *_substitutes()):
         with contextlib.suppress(OSError):
             paths += [f"{directory}/{name}" for name in os.listdir(directory) if _is_private(directory)]
     with contextlib.suppress(OSError), open("/proc/net/unix", errors="surrogateescape") as listing:

@@ -7,9 +7,7 @@ files that it gave its workers, and its events file, and no others. Secrets stay
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -17,15 +15,13 @@ from typing import Any
 import holdfast
 from holdfast.agent.model import WorkerSpec
 from holdfast.errors import HostError, UserError
+from holdfast.process.output.log_files import CHUNK_BYTES, attempt_of, log_path, read_piece
 from holdfast.telemetry.redaction import Redactor, secrets_in
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
 
-CHUNK_BYTES = 1 << 16  # In JSON it may become six times as much, which still fits into an answer.
-NO_LOG = "its output goes to the console, not to a file; start the run with --tee 3 --log-dir DIR to keep both"
 _STACKS_LIMIT_CHARS = 200_000
 _TEXT_LIMIT_CHARS = 4000
 _LIST_LIMIT = 1000
-_ATTEMPT = re.compile(r"/attempt_(\d+)(/[^/]*/[^/]*)$")
 
 
 def answer(request: Mapping[str, Any], status: AgentStatus, spec: WorkerSpec, logs_dir: str) -> dict[str, Any]:
@@ -49,54 +45,6 @@ def read_log(status: AgentStatus, request: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("offset is no number")
     is_over = worker.state not in ("running", "not started")
     return {"path": path, "attempt": attempt_of(path), "is_over": is_over, **read_piece(path, offset)}
-
-
-def log_path(present: str, attempt: object = None) -> str:
-    """The log of another attempt than the present one lies beside it, under the same local rank."""
-    if not present:
-        raise HostError(NO_LOG)
-    if attempt is None:
-        return present
-    found = _ATTEMPT.search(present)
-    if found is None:
-        raise HostError(f"{present} is of no attempt that can be told from others")
-    if type(attempt) is not int or attempt < 0:
-        raise UserError(f"{attempt!r} is no number of an attempt")
-    return f"{present[: found.start()]}/attempt_{attempt}{found[2]}"
-
-
-def attempt_of(path: str) -> int | None:
-    found = _ATTEMPT.search(path)
-    return int(found[1]) if found else None
-
-
-def read_piece(path: str, offset: int, what: str = "log file", owner: int | None = None) -> dict[str, Any]:
-    """`text` from that byte on, up to `CHUNK_BYTES` and to the end of a line if there is one; `offset` is where the
-    next piece begins, `size` the present size. A negative offset counts from the end. `file` tells a file from another
-    one that has taken its name. Raises HostError if it cannot be read, or does not belong to the `owner`, if given."""
-    from holdfast.process.output.logs import open_left_file
-
-    try:
-        with open_left_file(path) as file:
-            found = os.fstat(file.fileno())
-            if owner is not None and found.st_uid != owner:
-                raise OSError(errno.EPERM, f"it does not belong to user {owner}, whose run this is")
-            offset = max(0, found.st_size + offset) if offset < 0 else offset
-            file.seek(min(offset, found.st_size))
-            data = file.read(CHUNK_BYTES)
-    except FileNotFoundError:
-        raise HostError(f"there is no {what} {path}") from None
-    except OSError as error:
-        raise HostError(f"the {what} {path} cannot be read: {error.strerror}") from None
-    if len(data) == CHUNK_BYTES and b"\n" in data:
-        data = data[: data.rindex(b"\n") + 1]
-    begin = min(offset, found.st_size)
-    return {
-        "text": data.decode("utf-8", "backslashreplace"),
-        "offset": begin + len(data),
-        "size": found.st_size,
-        "file": f"{found.st_dev}:{found.st_ino}",
-    }
 
 
 def take_stacks(status: AgentStatus, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,6 @@
 """One agent's machine: join, start, run, stop, join again, end. Pure.
 
-            RunRequested            Sealed               WorkersStarted
-    IDLE ---------------> JOINING ------------> STARTING --------------> RUNNING
-                          ^  ^ |                     |                    |  |
-                          |  | | Ended               |       Stop,        |  | WorkersSucceeded
-                          |  | v                     v    failed, lost    |  v
-                          |  | ENDED <---------- STOPPING <---------------+ WAITING (for the other nodes)
-                          |  |        Ended          |                       |
-                          |  +-----------------------+                       | Stop
-                          +--------------------------------------------------+
-
-`TRANSITIONS` below is that diagram as data.
+`TRANSITIONS` has the phases and what leads from one to another; docs/architecture.md shows it as a diagram.
 
 The machine owns no policy about the run: it reports what its workers did, and is told that the round was stopped, which
 place it has next, or how the run ended. These are the coordinator's own messages (`membership.model`); for a run of one
@@ -21,9 +11,9 @@ node the agent makes them itself. What the machine decides:
 * A process that cannot be killed ends the run on this node: its successor could not own what it holds.
 * Workers that all succeeded wait for the other nodes, at most `peers_timeout_s`.
 
-Every event but the first and the last carries the round it speaks of. An event of a round that is over is dropped,
-in `step`, and nowhere else. An event that cannot happen in the phase raises `InvalidTransition` with the recent
-story.
+Every event but the first and the last carries the round it speaks of. An event of a round that is over is dropped
+(`is_stale`); there is no other such rule. An event that cannot happen in the phase raises `InvalidTransition` with the
+recent story.
 """
 
 from __future__ import annotations
@@ -32,23 +22,24 @@ from collections import deque
 from enum import StrEnum
 
 from holdfast.errors import InternalError
+from holdfast.failures.records import Failure
 from holdfast.frozen import frozen
 from holdfast.rendezvous.membership.model import End, Ended, PlaceLost, Sealed, Stop
 
 _STORY_LENGTH = 32
 
 
-class Phase(StrEnum):
+class AgentPhase(StrEnum):
     IDLE = "IDLE"
     JOINING = "JOINING"
     STARTING = "STARTING"
     RUNNING = "RUNNING"
     STOPPING = "STOPPING"
-    WAITING = "WAITING"
+    FINISHED = "FINISHED"
     ENDED = "ENDED"
 
 
-WITH_WORKERS = (Phase.STARTING, Phase.RUNNING, Phase.STOPPING)
+WITH_WORKERS = (AgentPhase.STARTING, AgentPhase.RUNNING, AgentPhase.STOPPING)
 
 # Events: what has happened here. Those of the run are the pushes of `membership.model`.
 
@@ -73,32 +64,35 @@ class WorkersFailed:
     """At least one worker ended badly, or the group runs but is not healthy."""
 
     round: int
+    failure: Failure | None = None
 
 
 @frozen
 class WorkersStopped:
-    """Nothing of the group is left but the `unkillable` pids."""
+    """Nothing of the group is left but the `unkillable` pids. `stopped`: how workers were stopped, and which ranks."""
 
     round: int
     unkillable: tuple[int, ...] = ()
+    stopped: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @frozen
-class TimePassed:
+class PeersTimedOut:
     """The deadline that `next_deadline` named has come."""
 
     round: int
 
 
 _FromRun = Sealed | Stop | PlaceLost | Ended
-Event = RunRequested | WorkersStarted | WorkersSucceeded | WorkersFailed | WorkersStopped | TimePassed | _FromRun
+_FromWorkers = WorkersStarted | WorkersSucceeded | WorkersFailed | WorkersStopped
+Event = RunRequested | _FromWorkers | PeersTimedOut | _FromRun
 
 
 # Commands: what is to be done.
 
 
 @frozen
-class Join:
+class JoinRound:
     """Ask for a place in the next round; the answer is `Sealed` or `Ended`."""
 
 
@@ -118,6 +112,7 @@ class StopWorkers:
 @frozen
 class ReportFailure:
     round: int
+    failure: Failure | None = None
 
 
 @frozen
@@ -130,29 +125,40 @@ class EndRun:
     end: End
 
 
-Command = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | EndRun
+Command = JoinRound | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | EndRun
 
-# When, in which phase, what happened, and what was to be done.
-Step = tuple[float, Phase, Event, tuple[Command, ...]]
+
+@frozen
+class Step:
+    """When, in which phase, what happened, what is to be done, and how the machine stands after it."""
+
+    time: float
+    before: AgentPhase
+    event: Event
+    commands: tuple[Command, ...]
+    phase: AgentPhase
+    round: int
+    end: End | None = None
+
 
 # In which phase, what may happen, and in which phase the machine may be then.
-TRANSITIONS: dict[tuple[Phase, type[Event]], set[Phase]] = {
+TRANSITIONS: dict[tuple[AgentPhase, type[Event]], set[AgentPhase]] = {
     (phase, event): targets
     for phase, events, targets in (
-        (Phase.IDLE, (RunRequested,), {Phase.JOINING}),
-        (Phase.JOINING, (Sealed,), {Phase.STARTING}),
-        (Phase.JOINING, (PlaceLost, Stop), {Phase.JOINING}),
-        (Phase.JOINING, (Ended,), {Phase.ENDED}),
-        (Phase.STARTING, (WorkersStarted,), {Phase.RUNNING}),
-        (Phase.STARTING, (WorkersFailed, Stop, PlaceLost, Ended), {Phase.STOPPING}),
-        (Phase.RUNNING, (WorkersSucceeded,), {Phase.WAITING}),
-        (Phase.RUNNING, (WorkersFailed, Stop, PlaceLost, Ended), {Phase.STOPPING}),
-        (Phase.STOPPING, (WorkersStopped,), {Phase.JOINING, Phase.ENDED}),
-        (Phase.STOPPING, (PlaceLost, Ended), {Phase.STOPPING}),
+        (AgentPhase.IDLE, (RunRequested,), {AgentPhase.JOINING}),
+        (AgentPhase.JOINING, (Sealed,), {AgentPhase.STARTING}),
+        (AgentPhase.JOINING, (PlaceLost, Stop), {AgentPhase.JOINING}),
+        (AgentPhase.JOINING, (Ended,), {AgentPhase.ENDED}),
+        (AgentPhase.STARTING, (WorkersStarted,), {AgentPhase.RUNNING}),
+        (AgentPhase.STARTING, (WorkersFailed, Stop, PlaceLost, Ended), {AgentPhase.STOPPING}),
+        (AgentPhase.RUNNING, (WorkersSucceeded,), {AgentPhase.FINISHED}),
+        (AgentPhase.RUNNING, (WorkersFailed, Stop, PlaceLost, Ended), {AgentPhase.STOPPING}),
+        (AgentPhase.STOPPING, (WorkersStopped,), {AgentPhase.JOINING, AgentPhase.ENDED}),
+        (AgentPhase.STOPPING, (PlaceLost, Ended), {AgentPhase.STOPPING}),
         # What was on its way when the stop began changes nothing any more.
-        (Phase.STOPPING, (WorkersStarted, WorkersSucceeded, WorkersFailed, Stop), {Phase.STOPPING}),
-        (Phase.WAITING, (Stop, PlaceLost), {Phase.JOINING}),
-        (Phase.WAITING, (Ended, TimePassed), {Phase.ENDED}),
+        (AgentPhase.STOPPING, (WorkersStarted, WorkersSucceeded, WorkersFailed, Stop), {AgentPhase.STOPPING}),
+        (AgentPhase.FINISHED, (Stop, PlaceLost), {AgentPhase.JOINING}),
+        (AgentPhase.FINISHED, (Ended, PeersTimedOut), {AgentPhase.ENDED}),
     )
     for event in events
 }
@@ -167,7 +173,7 @@ class Lifecycle:
 
     def __init__(self, peers_timeout_s: float) -> None:
         self.peers_timeout_s = peers_timeout_s
-        self.phase = Phase.IDLE
+        self.phase = AgentPhase.IDLE
         self.round = 0
         self.end: End | None = None
         self.unkillable: tuple[int, ...] = ()
@@ -178,16 +184,20 @@ class Lifecycle:
     def next_deadline(self) -> float | None:
         return self._deadline
 
-    def step(self, event: Event, now: float) -> list[Command]:
-        ahead = self._rounds_ahead(event)
-        if self.phase is Phase.ENDED or ahead < 0:
-            return []
-        if ahead > 0 or (self.phase, type(event)) not in TRANSITIONS:
-            raise InvalidTransition(f"{event} in phase {self.phase}, round {self.round}; before: {self.story()}")
+    def is_stale(self, event: Event) -> bool:
+        """Whether it changes nothing any more: it is of a round that is over, or the run has ended."""
+        return self.phase is AgentPhase.ENDED or self._rounds_ahead(event) < 0
+
+    def step(self, event: Event, now: float) -> Step | None:
+        """None if the event is stale."""
+        if self.is_stale(event):
+            return None
         before = self.phase
-        commands = self._decide(event, now)
-        self._story.append((now, before, event, tuple(commands)))
-        return commands
+        if self._rounds_ahead(event) > 0 or (before, type(event)) not in TRANSITIONS:
+            raise InvalidTransition(f"{event} in phase {before}, round {self.round}; before: {self.story()}")
+        commands = tuple(self._decide(event, now))
+        self._story.append(Step(now, before, event, commands, self.phase, self.round, self.end))
+        return self._story[-1]
 
     def _rounds_ahead(self, event: Event) -> int:
         """Below 0: the event is of a round that is over. Above 0: of one that this machine has not heard of."""
@@ -199,25 +209,25 @@ class Lifecycle:
         return event.round - self.round
 
     def _decide(self, event: Event, now: float) -> list[Command]:
-        has_workers = self.phase in (Phase.STARTING, Phase.RUNNING)
+        has_workers = self.phase in (AgentPhase.STARTING, AgentPhase.RUNNING)
         match event:
             case RunRequested():
                 return self._join()
             case Sealed(_, place):
-                self.phase, self.round = Phase.STARTING, place.round
+                self.phase, self.round = AgentPhase.STARTING, place.round
                 return [StartWorkers(place.round)]
             case WorkersStarted() if has_workers:
-                self.phase = Phase.RUNNING
+                self.phase = AgentPhase.RUNNING
             case WorkersSucceeded() if has_workers:
-                self.phase, self._deadline = Phase.WAITING, now + self.peers_timeout_s
+                self.phase, self._deadline = AgentPhase.FINISHED, now + self.peers_timeout_s
                 return [ReportSuccess(self.round)]
-            case WorkersFailed() if has_workers:
-                return [ReportFailure(self.round), *self._stop()]
+            case WorkersFailed(_, failure) if has_workers:
+                return [ReportFailure(self.round, failure), *self._stop()]
             case Stop() | PlaceLost() if has_workers:
                 return self._stop(at_once=isinstance(event, PlaceLost))
-            case Stop() | PlaceLost() if self.phase is Phase.WAITING:
+            case Stop() | PlaceLost() if self.phase is AgentPhase.FINISHED:
                 return self._join()
-            case PlaceLost() if self.phase is Phase.STOPPING:
+            case PlaceLost() if self.phase is AgentPhase.STOPPING:
                 return self._stop(at_once=True)
             case WorkersStopped(_, unkillable):
                 self.unkillable = unkillable
@@ -227,35 +237,31 @@ class Lifecycle:
                 self._verdict = outcome.end
                 if has_workers:
                     return self._stop()
-                if self.phase is not Phase.STOPPING:
+                if self.phase is not AgentPhase.STOPPING:
                     return self._end(outcome.end)
-            case TimePassed():
+            case PeersTimedOut():
                 return self._end(End.SUCCEEDED)
         return []  # It was on its way when the stop began, or changes only the phase.
 
     def _join(self) -> list[Command]:
-        self.phase, self._deadline = Phase.JOINING, None
-        return [Join()]
+        self.phase, self._deadline = AgentPhase.JOINING, None
+        return [JoinRound()]
 
     def _stop(self, *, at_once: bool = False) -> list[Command]:
-        self.phase = Phase.STOPPING
+        self.phase = AgentPhase.STOPPING
         return [StopWorkers(self.round, at_once)]
 
     def _end(self, end: End) -> list[Command]:
-        self.phase, self.end, self._deadline = Phase.ENDED, end, None
+        self.phase, self.end, self._deadline = AgentPhase.ENDED, end, None
         return [EndRun(end)]
-
-    def steps(self) -> tuple[Step, ...]:
-        """The last ones, oldest first."""
-        return tuple(self._story)
 
     def story(self) -> str:
         """The last events with what they led to, oldest first."""
-        lines = (f"{phase}: {event} -> {list(commands)}" for _, phase, event, commands in self._story)
+        lines = (f"{each.before}: {each.event} -> {list(each.commands)}" for each in self._story)
         return "; ".join(lines) or "nothing"
 
     def check(self) -> None:
         """The invariants; tests call this after every step."""
-        assert (self.phase is Phase.ENDED) == (self.end is not None)
-        assert (self.phase is Phase.WAITING) == (self._deadline is not None)
-        assert self.round > 0 or self.phase in (Phase.IDLE, Phase.JOINING, Phase.ENDED)
+        assert (self.phase is AgentPhase.ENDED) == (self.end is not None)
+        assert (self.phase is AgentPhase.FINISHED) == (self._deadline is not None)
+        assert self.round > 0 or self.phase in (AgentPhase.IDLE, AgentPhase.JOINING, AgentPhase.ENDED)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.frozen import dataclass, field
 
 if TYPE_CHECKING:
-    from holdfast.failures.run_report import RunReport
+    from holdfast.failures.report import RunReport
     from holdfast.hangs.policy import HangPolicy
     from holdfast.process.errors import ProcessFailure
     from holdfast.rendezvous.api import RendezvousHandler
@@ -32,9 +32,8 @@ class WorkerSpec:
     `entrypoint` is a function, or the program to execute. `master_addr` and `master_port` override what the
     rendezvous offers. `fn` is the old name of `entrypoint` and wins over it. `restart_policy` says more about
     restarts than `max_restarts` can, and replaces it. `hang_policy` says when the group counts as hung; it is for
-    agents of this host, others watch as they can. The agent writes what happens to `events_file` (docs/events.md). With
-    `dashboard`, the node with group rank 0 has a page about the run served at `dashboard_addr`, until
-    `dashboard_linger_s` after the run has ended; given the run's `token_file`, that page can end the run.
+    agents of this host, others watch as they can. The agent writes what happens to `events_file` (docs/events.md). It
+    calls `on_first_node` with the run id, once, when it gets group rank 0; that must not block.
     """
 
     role: str
@@ -56,10 +55,7 @@ class WorkerSpec:
     restart_policy: RestartPolicy | None = None
     hang_policy: HangPolicy | None = None
     events_file: str = ""
-    dashboard: bool = False
-    dashboard_addr: str = "127.0.0.1:0"
-    dashboard_linger_s: float = 300.0
-    token_file: str = ""
+    on_first_node: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         if self.fn is not None:
@@ -72,6 +68,17 @@ class WorkerSpec:
             raise AssertionError(f"monitor_interval must be more than 0 seconds, not {self.monitor_interval!r}")
         if self.entrypoint is None or self.entrypoint == "":
             raise AssertionError(f"an entrypoint (a function or a program) is required, not {self.entrypoint!r}")
+
+    @property
+    def run_id(self) -> str:
+        return str(self.rdzv_handler.get_run_id()) if self.rdzv_handler is not None else ""
+
+    @property
+    def policy(self) -> RestartPolicy:
+        """`restart_policy`, or what `max_restarts` makes of it."""
+        from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+
+        return self.restart_policy or RestartPolicy(self.max_restarts)
 
     def get_entrypoint_name(self) -> str:
         """The program's file name, or the function's qualified name."""

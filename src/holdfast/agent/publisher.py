@@ -1,7 +1,7 @@
-"""What an agent shows of itself: its status, on its control socket and to its health check.
+"""What an agent shows of itself: its status with its history, on its control socket and to its health check.
 
-The agent calls `publish` from its loop, after each step of its machine and each look at its workers. It assigns a new
-record and waits for no reader. What serves readers runs in threads of its own and only reads.
+A new record is assigned after each step of the machine and each look at the workers, and waits for no reader. What
+serves readers runs in threads of its own and only reads.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from holdfast.agent import causes, control, lifecycle
-from holdfast.agent.lifecycle import Phase
-from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, Worker
+from holdfast.agent import control, lifecycle
+from holdfast.agent.lifecycle import AgentPhase, Step
+from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, Worker, WorkerGroup
+from holdfast.agent.sinks import RunEnd, Sink
+from holdfast.agent.workers import Workers
 from holdfast.errors import HostError, UserError
+from holdfast.failures.records import HANG
 from holdfast.frozen import changed
-from holdfast.process.output.lines import Copied
-from holdfast.rendezvous.membership.model import End, Ended, PlaceLost, Sealed, Stop
-from holdfast.rendezvous.membership.restart_policy import HANG, Failure
-from holdfast.signals import RunClosed, SignalException
+from holdfast.rendezvous.coordination import Coordination
+from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
 from holdfast.telemetry import history
 from holdfast.telemetry.history import History
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
 
 if TYPE_CHECKING:
-    from holdfast.agent.agent import SimpleElasticAgent
     from holdfast.process.workers.group import PContext
-    from holdfast.rendezvous.coordination import Coordination
     from holdfast.telemetry.spans import Tracing
 
 _REASON_LIMIT = 300
 _FAILED_KEPT = 16
+_STEPS_KEPT = 8
 _QUERY_LIMIT_BYTES = 4096  # That of the wire (`protocol`).
 _REPORT_LIMIT_CHARS = 200_000
 _COORDINATOR_LIMIT_S = 3.0
@@ -41,147 +41,128 @@ _NODE_LIMIT_S = 20.0  # Stacks take their time.
 _KUBEFLOW_URLS = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_STATUS_URL")
 
 
-class Publisher:
-    """Of one agent."""
+def history_after(told: History, step: Step, group: WorkerGroup, workers: Workers, reason: str) -> History:
+    """What a step makes of the history of this node. `reason` is why the run has ended, if it has."""
+    now, advance, context = step.time, workers.advance(), workers.context
+    idle_s = advance.idle_s if advance is not None else None
+    if step.end is not None:
+        return told.finish(step.end.lower(), reason, now)
+    told = told.enter(step.phase.lower(), now)
+    match step.event:
+        case Sealed(_, place):
+            return told.begin_round(place.round, place.node_count, group.workers[0].world_size, now)
+        case lifecycle.WorkersStarted() if step.phase is AgentPhase.RUNNING:
+            return told.run(now)
+        case lifecycle.WorkersFailed(_, failure) if failure is not None:
+            ends = context.ends().values() if context is not None else ()
+            ages_s = [now - at for code, was_stopped, at in ends if code and not was_stopped and at]
+            end = history.HUNG if failure.exception == HANG else history.FAILED
+            return told.stop(end, failure.text, now, idle_s, max(ages_s, default=None))
+        case Stop(_, reason, is_failure, is_hang, is_loss):
+            planned = history.NODE_LOST if is_loss else history.MEMBERSHIP_CHANGED
+            end = (history.HUNG if is_hang else history.FAILED) if is_failure else planned
+            return told.stop(end, reason, now, idle_s)
+        case PlaceLost(_, reason):
+            return told.stop(history.NODE_LOST, reason, now, idle_s)
+        case Ended(outcome):
+            return told.stop(outcome.end.lower(), outcome.reason, now)
+    return told
 
-    def __init__(self, agent: SimpleElasticAgent) -> None:
-        self._agent = agent
-        self._has_dashboard = False
-        self.status = AgentStatus()
-        self.copied = {"stdout": Copied(), "stderr": Copied()}
-        self._place: tuple[int, int | None] | None = None  # The slowest worker's step, and of how many.
+
+class Publisher(Sink):
+    """Of one run of an agent. `alive_time` is what the health check asks."""
+
+    def __init__(
+        self, group: WorkerGroup, workers: Workers, run: Coordination, alive_time: Callable[[], float]
+    ) -> None:
+        self._group, self._workers, self._run, self._alive_time = group, workers, run, alive_time
+        self._end = RunEnd("error")
+        self._on_first_node = group.spec.on_first_node
+        self._slowest: tuple[int, int | None] | None = None  # The slowest worker's step, and of how many.
+        self._posts_progress = any(os.environ.get(name) for name in _KUBEFLOW_URLS)
         self._tracing: Tracing | None = None
+        self._reason = ""
+        now = time.time(), time.monotonic()
+        who = (group.spec.run_id, group.spec.role, os.uname().nodename, os.getpid())
+        left = group.spec.policy.max_restarts
+        self.status = AgentStatus(*who, *now, restarts_left=left, node_id=run.node_id, history=History(now[1]))
 
     @contextmanager
-    def served(self) -> Iterator[None]:
+    def served(self, health_check_server: Any) -> Iterator[None]:
         """Within this block, a run of the agent, others can ask."""
-        spec = self._agent.get_worker_group().spec
-        run_id = str(spec.rdzv_handler.get_run_id()) if spec.rdzv_handler is not None else ""
-        node_id = getattr(spec.rdzv_handler, "node_id", "")
-        now = time.time(), time.monotonic()
-        who = (run_id, spec.role, os.uname().nodename, os.getpid())
-        self.status = AgentStatus(*who, *now, node_id=node_id, history=History(now[1]))
         commands = {**self._readable, "stop": self._request_stop, "query": self._query}
-        serve = control.served(run_id, commands, slow=("query", "stacks"))
-        with self._traced() as self._tracing, self._health_served(), self._progress_posted(), serve as served:
-            ended_by: BaseException | None = None
+        serve = control.served(self.status.run_id, commands, slow=("query", "stacks"))
+        with (
+            self._traced() as self._tracing,
+            self._health_served(health_check_server),
+            self._progress_posted(),
+            serve as served,
+        ):
             try:
                 yield
-            except BaseException as error:
-                ended_by = error
-                raise
             finally:
                 if served is not None:
-                    served.tell_end(lambda: self._last_word(ended_by))
+                    served.tell_end(self._last_word)
 
-    def _serve_dashboard(self) -> None:
-        """If this node is to, in a process of its own. Waits for nothing."""
-        group = self._agent.get_worker_group()
-        if group.spec.dashboard and group.group_rank == 0 and not self._has_dashboard:
-            from holdfast.agent import dashboard
+    def take(self, step: Step) -> None:
+        if isinstance(step.event, Ended):
+            self._reason = step.event.outcome.reason
+        told = history_after(self.status.history, step, self._group, self._workers, self._reason)
+        known: dict[str, Any] = {"phase": step.phase.lower(), "round": step.round, "history": told}
+        if isinstance(step.event, Sealed):
+            used = step.event.place.restarts_used
+            known |= {"restarts_used": used, "restarts_left": max(0, self._group.spec.policy.max_restarts - used)}
+        self._publish(**known, story=(*self.status.story, step)[-_STEPS_KEPT:])
+        if self._on_first_node is not None and self.status.node == 0:
+            call, self._on_first_node = self._on_first_node, None
+            call(self.status.run_id)
+        if self._posts_progress:
+            self._look_at_progress()
 
-            self._has_dashboard = True
-            dashboard.start(group.spec, self.status.run_id)
+    def look(self) -> None:
+        self._publish()
 
-    def _last_word(self, error: BaseException | None) -> dict[str, Any]:
-        """For those that wait for the end: `end` is `succeeded`, `failed`, `closed`, `left` (this node alone) or
-        `error` (of this agent). `report` is what a run that has failed prints."""
-        result, machine_end = self._agent._result, self._agent._machine.end
-        report = getattr(error, "run_report", None) or (result.report if machine_end is End.FAILED else None)
-        end, reason = _end_of_run(error)
-        if machine_end is End.FAILED:
-            end, reason = "failed", reason or causes.cause_of(result)
-        text = None
-        if report is not None:
-            from holdfast.failures import run_report
+    def leave(self) -> None:
+        now = time.monotonic()
+        told = self.status.history.enter("stopping", now)
+        told = told.stop(history.MEMBERSHIP_CHANGED, "this node leaves", now)
+        self._publish(phase=AgentPhase.STOPPING.lower(), history=told)
 
-            end, reason, text = "failed", report.cause, run_report.text(report).strip("\n")[:_REPORT_LIMIT_CHARS]
-        return {"end": end, "reason": reason, "report": text, "status": self._describe({})}
+    def end(self, end: RunEnd) -> None:
+        self._end = end
+
+    def _publish(self, **known: Any) -> None:
+        before, context = self.status, self._workers.context
+        old = {each.local_rank: each for each in before.workers}
+        ends = context.ends() if context is not None else {}
+        workers = [_worker_status(old.get(each.local_rank), each, ends, context) for each in self._group.workers]
+        fresh = [each for each in workers if each.state == "failed" and old.get(each.local_rank) is not each]
+        failed = [changed(each, round=known.get("round", before.round)) for each in fresh]
+        self.status = changed(
+            before,
+            node=self._group.group_rank,
+            nodes=self._group.group_world_size,
+            workers=tuple(workers),
+            failed=(*before.failed, *failed)[-_FAILED_KEPT:] if failed else before.failed,
+            **known,
+        )
+        if self._tracing is not None:
+            self._tracing.follow(before.history, self.status.history)
+
+    # Others ask, in threads.
 
     def answer(self, request: bytes) -> bytes:
         """What others ask this node through the coordinator: they only read."""
         return control.answer_to(request, self._readable)
 
-    def step(self, event: lifecycle.Event) -> None:
-        """The machine has taken an event."""
-        steps, now = self._agent._machine.steps(), time.monotonic()
-        if steps and steps[-1][2] is event:  # Else it dropped it.
-            self._tell(self._history_after(event, now))
-        self.publish()
-        if isinstance(event, Sealed):
-            self._serve_dashboard()
-        if self.posts_progress:
-            self._look_at_progress()
+    def _last_word(self) -> dict[str, Any]:
+        """For those that wait for the end."""
+        report, reason, text = self._end.report, self._end.reason, None
+        if report is not None:
+            from holdfast.failures.report import run_text
 
-    def failed(self, failure: Failure) -> None:
-        """What the workers of this node have failed of; the machine has taken the fact before."""
-        end = history.HUNG if failure.exception == HANG else history.FAILED
-        self._tell(self.status.history.amend(end, failure.text))
-
-    def _tell(self, told: History) -> None:
-        if self._tracing is not None:
-            self._tracing.follow(self.status.history, told)
-        self.status = changed(self.status, history=told)
-
-    def _history_after(self, event: lifecycle.Event, now: float) -> History:
-        agent, machine, told = self._agent, self._agent._machine, self.status.history
-        outcome = agent._run_outcome
-        if machine.end is not None:
-            return told.finish(machine.end.lower(), outcome.reason if outcome is not None else "", now)
-        told = told.enter(machine.phase.lower(), now)
-        match event:
-            case Sealed():
-                group = agent._worker_group
-                workers = group.workers[0].world_size if group.workers else 0
-                return told.begin_round(machine.round, group.group_world_size or 1, workers, now)
-            case lifecycle.WorkersStarted() if machine.phase is Phase.RUNNING:
-                return told.run(now)
-            case lifecycle.WorkersFailed():
-                return told.stop(history.FAILED, "", now, self._idle_s(), self._detection_s(now))
-            case Stop(_, reason):
-                return told.stop(_end_of(event), reason, now, self._idle_s())
-            case PlaceLost(_, reason):
-                return told.stop(history.NODE_LOST, reason, now, self._idle_s())
-            case Ended(ending):
-                return told.stop(ending.end.lower(), ending.reason, now)
-        return told
-
-    def _idle_s(self) -> float | None:
-        advance = self._agent._advance()
-        return advance.idle_s if advance is not None else None
-
-    def _detection_s(self, now: float) -> float | None:
-        ends = self._agent._context.ends().values() if self._agent._context is not None else ()
-        return max((now - at for code, was_stopped, at in ends if code and not was_stopped and at), default=None)
-
-    def publish(self) -> None:
-        agent = self._agent
-        machine, group, context = agent._machine, agent._worker_group, agent._context
-        is_leaving = agent._is_stopping and machine.phase is not Phase.ENDED
-        if is_leaving:  # Which is no step of the machine.
-            now, told = time.monotonic(), self.status.history
-            self._tell(told.enter("stopping", now).stop(history.MEMBERSHIP_CHANGED, "this node leaves", now))
-        before = self.status
-        known = {each.local_rank: each for each in before.workers}
-        ends = context.ends() if context is not None else {}
-        workers = tuple(_worker_status(known.get(each.local_rank), each, ends, context) for each in group.workers)
-        failed = [
-            changed(each, round=machine.round)
-            for each in workers
-            if each.state == "failed" and known.get(each.local_rank) is not each
-        ]
-        self.status = changed(
-            before,
-            phase=(Phase.STOPPING if is_leaving else machine.phase).lower(),
-            round=machine.round,
-            node=group.group_rank,
-            nodes=group.group_world_size,
-            restarts_used=agent._restarts_used,
-            restarts_left=agent._remaining_restarts,
-            workers=workers,
-            failed=(*before.failed, *failed)[-_FAILED_KEPT:] if failed else before.failed,
-            story=machine.steps(),
-        )
+            reason, text = report.cause, run_text(report).strip("\n")[:_REPORT_LIMIT_CHARS]
+        return {"end": self._end.state, "reason": reason, "report": text, "status": self._describe({})}
 
     @property
     def _readable(self) -> dict[str, control.Command]:
@@ -190,9 +171,8 @@ class Publisher:
     def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from holdfast.agent import inspection
 
-        context = self._agent._context
-        logs_dir = context.logs_dir if context is not None else ""
-        return inspection.answer(request, self.status, self._agent.get_worker_group().spec, logs_dir)
+        context = self._workers.context
+        return inspection.answer(request, self.status, self._group.spec, context.logs_dir if context else "")
 
     def _request_stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The loop does it, when it is its turn."""
@@ -209,24 +189,18 @@ class Publisher:
         if len(body) > _QUERY_LIMIT_BYTES:
             raise UserError(f"a request of {len(body)} bytes is too long")
         node_id = str(request.get("node", ""))
-        answer = json.loads(self._run.ask(body, node_id, _NODE_LIMIT_S if node_id else _COORDINATOR_LIMIT_S))
+        limit_s, wish = _NODE_LIMIT_S if node_id else _COORDINATOR_LIMIT_S, request.get("timeout_s")
+        limit_s = min(limit_s, wish) if isinstance(wish, float) and wish > 0 else limit_s
+        answer = json.loads(self._run.ask(body, node_id, limit_s))
         if "error" in answer:
             raise HostError(str(answer["error"]))
         return answer["result"]
 
-    @property
-    def _run(self) -> Coordination:
-        run = self._agent._coordination
-        if run is None:
-            raise HostError("this agent is still starting")
-        return run
-
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        run, progress = self._agent._coordination, self._agent._progress
-        joined = run.joined if run is not None else None
+        progress, copied = self._workers.progress, self._workers.copied
         readers = (progress.of, progress.rate_of) if progress is not None else ()
-        shown = self.status.to_dict(time.monotonic(), joined, *readers)
-        shown["output"] = {name: {"lines": each.lines, "bytes": each.size_bytes} for name, each in self.copied.items()}
+        shown = self.status.to_dict(time.monotonic(), self._run.joined, *readers)
+        shown["output"] = {name: {"lines": each.lines, "bytes": each.size_bytes} for name, each in copied.items()}
         return shown
 
     def _traced(self) -> AbstractContextManager[Tracing | None]:
@@ -237,26 +211,17 @@ class Publisher:
         told = self.status
         return spans.traced({"run_id": told.run_id, "role": told.role, "host": told.host, "node_id": told.node_id})
 
-    def _health_served(self) -> Any:
-        agent = self._agent
-        if agent._health_check_server is None and not os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT):
+    def _health_served(self, server: Any) -> AbstractContextManager[None]:
+        if server is None and not os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT):
             return nullcontext()
         from holdfast.telemetry import health
 
-        if agent._health_check_server is None:
-            agent._health_check_server = health.server_at(health.chosen_port())
-        health.introduce(
-            agent._health_check_server, agent._get_alive_time, lambda: self.status, lambda: self._describe({})
-        )
-        return health.served(agent._health_check_server)
+        server = server if server is not None else health.server_at(health.chosen_port())
+        health.introduce(server, self._alive_time, lambda: self.status, lambda: self._describe({}))
+        return health.served(server)
 
-    @property
-    def posts_progress(self) -> bool:
-        """Whether what the workers say of their progress is to be told to Kubeflow."""
-        return any(os.environ.get(name) for name in _KUBEFLOW_URLS)
-
-    def _progress_posted(self) -> Any:
-        if not self.posts_progress:
+    def _progress_posted(self) -> AbstractContextManager[None]:
+        if not self._posts_progress:
             return nullcontext()
         from holdfast.telemetry import kubeflow
 
@@ -268,23 +233,9 @@ class Publisher:
 
     def _look_at_progress(self) -> tuple[int, int | None] | None:
         """The last place stays when the workers are gone, and the board with them."""
-        progress = self._agent._progress
-        self._place = (progress.slowest() if progress is not None else None) or self._place
-        return self._place
-
-
-def _end_of(stop: Stop) -> str:
-    if stop.is_failure:
-        return history.HUNG if stop.is_hang else history.FAILED
-    return history.NODE_LOST if stop.is_loss else history.MEMBERSHIP_CHANGED
-
-
-def _end_of_run(error: BaseException | None) -> tuple[str, str]:
-    if isinstance(error, RunClosed):
-        return "closed", str(error)
-    if isinstance(error, SignalException):
-        return "left", error.sigval.name
-    return ("error", str(error) or type(error).__name__) if error is not None else ("succeeded", "")
+        progress = self._workers.progress
+        self._slowest = (progress.slowest() if progress is not None else None) or self._slowest
+        return self._slowest
 
 
 def _worker_status(

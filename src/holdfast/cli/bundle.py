@@ -19,7 +19,6 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast import escape, procfs
-from holdfast.agent import inspection
 from holdfast.cli import archive, console, doctor, runs, status
 from holdfast.cli.archive import Pieces
 from holdfast.cli.parser import PlainParser
@@ -27,6 +26,7 @@ from holdfast.cli.runs import dict_of, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HostError, UserError
 from holdfast.failures.report import size_text
 from holdfast.frozen import fields_of
+from holdfast.process.output import log_files
 from holdfast.process.output.logs import open_left_file
 from holdfast.telemetry.redaction import Redactor, secrets_in
 
@@ -170,19 +170,23 @@ class Answers:
 def _known_secrets(args: argparse.Namespace, answers: Answers | None) -> Iterator[str]:
     """Those of this command and of the run's agents on this host: the files and variables that hold them."""
     yield from secrets_in(os.environ)
-    files = [str(args.token_file)]
+    files = [(str(args.token_file), os.geteuid())]
     with suppress(UserError):
         config = runs.config_of(args) if args.rdzv_endpoint is not None else {}
-        files += [str(config.get(name, "")) for name in ("token_file", "password_file")]
+        files += [(str(config.get(name, "")), os.geteuid()) for name in ("token_file", "password_file")]
     for agent, told in zip(answers.agents, answers.configs, strict=True) if answers is not None else ():
         if "socket" in agent and isinstance(told, dict):
             yield from secrets_in(procfs.environment_of(int(number_of(agent, "pid") or 0)))
             settings = dict_of(told, "rendezvous")
             named = [text_of(settings, "token_file"), text_of(dict_of(settings, "access"), "password_file")]
-            files += [os.path.join(text_of(told, "directory"), each) for each in named if each]
-    for path in filter(None, files):
-        with suppress(OSError), open(path, "rb") as file:
-            yield file.read(_SECRET_BYTES).decode("utf-8", "surrogateescape").strip()
+            directory, user = text_of(told, "directory"), int(number_of(agent, "uid") or 0)
+            files += [(os.path.join(directory, each), user) for each in named if each]
+    for path, user in files:
+        with suppress(OSError, ValueError), open_left_file(os.path.realpath(path)) as file:
+            # Another user's agent may name any file. A file of root that is left out of the bundle tells that user what
+            # is in it.
+            if user in (os.geteuid(), os.fstat(file.fileno()).st_uid):
+                yield file.read(_SECRET_BYTES).decode("utf-8", "surrogateescape").strip()
 
 
 # What goes into it.
@@ -220,7 +224,7 @@ def _add_node(
     def add(name: str, what: str, request: dict[str, Any]) -> None:
         answer = answers.ask(agent, **request)
         text, is_log = str(answer.get("text") or ""), request["command"] == "logs"
-        is_cut = (number_of(answer, "size") or 0) > inspection.CHUNK_BYTES
+        is_cut = (number_of(answer, "size") or 0) > log_files.CHUNK_BYTES
         (pieces.log if is_log else pieces.text)(name, _whole_lines(text) if is_cut else text, what)
 
     for command, name, words in (
@@ -232,11 +236,11 @@ def _add_node(
     for stream, rank, attempt in _logs_of(agent):
         what = f"{stream} of rank {rank} on {who}"
         if attempt is None:
-            pieces.miss(what, inspection.NO_LOG)
+            pieces.miss(what, log_files.NO_LOG)
             continue
         request = {"command": "logs", "rank": rank, "stream": stream, "attempt": attempt}
         name = f"logs/rank-{rank}.attempt-{attempt}.{stream}.log"
-        pieces.attempt(what, add, name, f"the end of {what}", {**request, "offset": -inspection.CHUNK_BYTES})
+        pieces.attempt(what, add, name, f"the end of {what}", {**request, "offset": -log_files.CHUNK_BYTES})
 
 
 def _logs_of(agent: Mapping[str, Any]) -> Iterator[tuple[str, int, int | None]]:
@@ -245,7 +249,7 @@ def _logs_of(agent: Mapping[str, Any]) -> Iterator[tuple[str, int, int | None]]:
     workers = dicts_of(agent, "workers")
     ranks = {number_of(each, "local_rank"): int(number_of(each, "global_rank") or 0) for each in workers}
     chosen = {
-        (stream, ranks[number_of(each, "local_rank")], inspection.attempt_of(text_of(each, stream))): None
+        (stream, ranks[number_of(each, "local_rank")], log_files.attempt_of(text_of(each, stream))): None
         for each in (*dicts_of(agent, "failed"), *workers)
         for stream in _STREAMS
         if number_of(each, "local_rank") in ranks
@@ -273,7 +277,7 @@ def _run_directory(path: str) -> str:
 def _add_directory(pieces: Pieces, directory: str, log_dir: str) -> None:
     def add(path: str, name: str) -> None:
         is_log = name.endswith(".log")
-        text = _end_of(path, inspection.CHUNK_BYTES if is_log else _FILE_BYTES)
+        text = _end_of(path, log_files.CHUNK_BYTES if is_log else _FILE_BYTES)
         (pieces.log if is_log else pieces.text)(f"log-dir/{name}", text, f"the end of {path}")
 
     pieces.attempt("report.json", add, os.path.join(directory, "report.json"), "report.json")

@@ -58,6 +58,9 @@ def show(program: str, make_text: Callable[[], str]) -> int:
     except HoldfastError as error:
         write_error(program, str(error))
         return 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        write_error(program, _words_of(error))
+        return 1
     except (KeyboardInterrupt, signals.SignalException) as error:
         return 128 + getattr(error, "sigval", signal.SIGINT)
     problem = stdio.write(sys.stdout, escape.lines(text), may_drop=False)
@@ -65,6 +68,16 @@ def show(program: str, make_text: Callable[[], str]) -> int:
         return 0
     write_error(program, f"cannot write to the standard output: {problem.strerror}")
     return 1
+
+
+def _words_of(error: OSError) -> str:
+    if isinstance(error.filename, str | bytes):
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    try:
+        os.getcwd()
+    except OSError as reason:
+        return f"the working directory cannot be used ({reason.strerror}); change to another one"
+    return error.strerror or str(error) or type(error).__name__
 
 
 class _Interrupt(KeyboardInterrupt):

@@ -21,7 +21,9 @@ from holdfast.hosts.ssh.output import counted
 from holdfast.log import Logger
 from holdfast.process.spawner import client
 from holdfast.rendezvous import endpoints
+from holdfast.rendezvous.membership import keys
 from holdfast.signals import SIGNALS_VARIABLE
+from holdfast.telemetry.redaction import is_secret_name
 
 log = Logger(__name__)
 
@@ -70,7 +72,7 @@ def run(args: Any) -> None:
             engine_options=engine_options,
             needs_place=backend in _AT_COORDINATOR and not place,
             place=place,
-            token=os.environ.get("HOLDFAST_TOKEN", "").strip() or os.urandom(32).hex(),
+            token=os.environ.get("HOLDFAST_TOKEN", "").strip() or keys.made_token(os.urandom(32)),
             ssh=ssh_command,
             host_timeout_s=args.host_timeout,
             sorts_by_rank=args.prefix != "never",
@@ -131,6 +133,11 @@ def _environment(args: Any) -> tuple[tuple[str, str], ...]:
         if not equals and name not in os.environ:
             raise UserError(f"--env {name}: the variable is not set here; give it a value, as in --env {name}=VALUE")
         variables[name] = value if equals else os.environ[name]
+        if equals and is_secret_name(name) and "--env" not in {each.flags[-1] for each in args.from_environment}:
+            remedy = f"export {name}, and give --env {name}"
+            log.warning(
+                "--env %s=...: other users of this host can read the value in this command line; %s", name, remedy
+            )
     return tuple(variables.items())
 
 

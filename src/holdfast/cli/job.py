@@ -14,7 +14,7 @@ from holdfast.cli.program import check_combination
 from holdfast.cli.run import check_values, fresh_id, parse_min_max_nnodes, rendezvous_settings
 from holdfast.errors import UserError
 from holdfast.hosts.job import JobSpec
-from holdfast.rendezvous.options import seconds
+from holdfast.rendezvous import settings
 
 _FIELDS = ("nnodes", "nproc_per_node", "rdzv_id")  # Options that are fields of a JobSpec.
 
@@ -24,8 +24,8 @@ def job_of(args: Any, without: Container[str], python: str, **fields: Any) -> Jo
     check_values(args)
     check_combination(args)
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
-    join_timeout_s = seconds(rendezvous_settings(args), "join_timeout", 0.0)
-    times = {"grace_s": args.shutdown_timeout, "join_timeout_s": join_timeout_s or None}
+    join_timeout_s = settings.rows_of("tcp")["join_timeout"].read(rendezvous_settings(args))
+    times = {"grace_s": args.shutdown_timeout, "join_timeout_s": join_timeout_s}
     fields |= {name: float(value) for name, value in times.items() if value is not None}
     return JobSpec(
         options=tuple(word for name, word in args.given.items() if name not in _FIELDS and name not in without),

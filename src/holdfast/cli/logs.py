@@ -18,12 +18,12 @@ from itertools import count, islice
 from typing import Any
 
 from holdfast import loop
-from holdfast.agent import inspection
 from holdfast.cli import console, runs
 from holdfast.cli.parser import PlainParser
 from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
 from holdfast.errors import HostError, UserError
 from holdfast.failures.report import ranks_text
+from holdfast.process.output import log_files
 
 PROGRAM = "holdfast logs"
 
@@ -34,6 +34,7 @@ _ASK_AGAIN_EVERY = 4  # Looks after which a coordinator is asked whether the run
 _MOST_SOURCES = 128
 _MOST_RANKS = 1 << 12  # Of one node.
 _SHOWN_BEFORE_FOLLOWING = 10
+_LONGEST_CHARACTER_BYTES = 4  # In UTF-8.
 
 _EPILOG = """\
 Log files exist if the run was started with --tee or --redirects and a --log-dir. Without --rank the logs of all ranks
@@ -123,17 +124,17 @@ class Source:
         self.rank, self.stream, self.node_id, self.path = rank, stream, node_id, path
         self._run, self._attempt, self._owner = run, attempt, owner
         self._offset, self._file, self._rest = 0, "", ""
-        self._is_missing = False
+        self._is_missing = self._begins_within_line = False
         self.is_fixed = attempt is not None
 
     @property
     def attempt(self) -> int | None:
-        return self._attempt if self._attempt is not None else inspection.attempt_of(self.path)
+        return self._attempt if self._attempt is not None else log_files.attempt_of(self.path)
 
     def read(self, printer: Printer, tail: int | None = None) -> None:
         """All that is there now. With `tail`, only the last lines of it."""
         if tail is not None:
-            self._offset = -inspection.CHUNK_BYTES
+            self._offset = -log_files.CHUNK_BYTES
         while True:
             piece = self._piece()
             path = text_of(piece, "path") or self.path
@@ -142,17 +143,34 @@ class Source:
                 continue
             if self._has_changed(piece, printer):
                 continue
-            lines = (self._rest + text_of_log(piece)).split("\n")
-            self._rest = lines.pop()
-            printer.lines(self, lines if tail is None else lines[max(0, len(lines) - tail) :])
             end, size = number_of(piece, "offset") or 0, number_of(piece, "size") or 0
+            if self._offset < 0:
+                self._begins_within_line = size > -self._offset
+            lines = self._whole_lines(text_of_log(piece))
+            printer.lines(self, lines if tail is None else lines[max(0, len(lines) - tail) :])
             is_done = end >= size or end == self._offset
             self._offset, tail = int(end), None
             if is_done:
                 return
 
+    def _whole_lines(self, text: str) -> list[str]:
+        """Without the end of a line that began before the first piece."""
+        lines = (self._rest + text).split("\n")
+        self._rest = lines.pop()
+        if self._begins_within_line and lines:
+            self._begins_within_line = False
+            return lines[1:]
+        self._rest = "" if self._begins_within_line else self._rest
+        return lines
+
     def finish(self, printer: Printer) -> None:
         """What was written without a line's end."""
+        with suppress(HostError):
+            if not self.node_id and not self._begins_within_line:  # Other hosts are out of reach when the run is over.
+                piece = self._piece(is_last=True)
+                is_part_of_character = (number_of(piece, "size") or 0) - self._offset < _LONGEST_CHARACTER_BYTES
+                if text_of(piece, "file") == self._file and is_part_of_character:
+                    self._rest += text_of_log(piece)
         if self._rest:
             printer.lines(self, [self._rest])
             self._rest = ""
@@ -169,25 +187,25 @@ class Source:
 
     def turn_to(self, path: str, printer: Printer) -> None:
         """The worker was started again, with another log. The rest of this one is shown first: it may say why."""
-        self._attempt = inspection.attempt_of(self.path)
+        self._attempt = log_files.attempt_of(self.path)
         if self._attempt is not None or not self.node_id:
             with suppress(HostError):
                 self.read(printer)
         self._attempt = None
         self.finish(printer)
-        printer.note(f"rank {self.rank}: attempt {inspection.attempt_of(path)} begins, in {path}")
+        printer.note(f"rank {self.rank}: attempt {log_files.attempt_of(path)} begins, in {path}")
         self.path, self._offset, self._file = path, 0, ""
 
     def next_path(self) -> str:
         """The log of the next attempt, if there is one."""
-        attempt = inspection.attempt_of(self.path)
-        path = inspection.log_path(self.path, attempt + 1) if attempt is not None else ""
+        attempt = log_files.attempt_of(self.path)
+        path = log_files.log_path(self.path, attempt + 1) if attempt is not None else ""
         return path if os.path.exists(path) else ""
 
-    def _piece(self) -> Mapping[str, Any]:
+    def _piece(self, *, is_last: bool = False) -> Mapping[str, Any]:
         if not self.node_id:
-            path = inspection.log_path(self.path, self._attempt)
-            return inspection.read_piece(path, self._offset, owner=self._owner)
+            path = log_files.log_path(self.path, self._attempt)
+            return log_files.read_piece(path, self._offset, owner=self._owner, is_last=is_last)
         request = {"command": "logs", "rank": self.rank, "stream": self.stream, "offset": self._offset}
         return self._run.ask_node(self.node_id, {**request, "attempt": self._attempt})
 
@@ -215,7 +233,7 @@ def _show(run: RunView, args: argparse.Namespace, printer: Printer) -> None:
     sources = list(_sources(run, args))
     if not sources:
         whom = "the workers of this run here" if args.rank is None else f"rank {args.rank}"
-        raise HostError(f"there are no log files of {whom}: {inspection.NO_LOG}")
+        raise HostError(f"there are no log files of {whom}: {log_files.NO_LOG}")
     if len(sources) > _MOST_SOURCES:
         printer.note(f"only the first {_MOST_SOURCES} of {len(sources)} logs are shown; choose with --rank")
         del sources[_MOST_SOURCES:]
@@ -259,7 +277,7 @@ def _sources(run: RunView, args: argparse.Namespace) -> Iterator[Source]:
         workers = {number_of(each, "global_rank"): each for each in dicts_of(answer, "workers")}
         for stream in streams:
             if path := text_of(workers.get(rank, {}), stream):
-                yield Source(run, rank, stream, node, inspection.log_path(path, args.attempt), args.attempt)
+                yield Source(run, rank, stream, node, log_files.log_path(path, args.attempt), args.attempt)
 
 
 def _workers_of(agents: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

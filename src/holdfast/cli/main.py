@@ -16,7 +16,7 @@ COMMANDS = {
     "run": ("holdfast.cli.run:command", "start workers on this machine and keep them together"),
     "submit": ("holdfast.cli.submit:submit", "start a job on the nodes of an engine, such as Slurm"),
     "render": ("holdfast.cli.submit:render", "print the batch script or manifest of a job for an engine"),
-    "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of any number of runs"),
+    "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of a run"),
     "token": ("holdfast.cli.token:main", "make the secret that keeps others out of a run"),
     "status": ("holdfast.cli.status:main", "show how a run stands and what it waits for"),
     "ps": ("holdfast.cli.status:list_runs", "list the runs on this host"),
@@ -28,6 +28,9 @@ COMMANDS = {
     "doctor": ("holdfast.cli.doctor:main", "check this host and the way to a coordinator"),
     "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),
 }
+
+# Commands that holdfast itself starts, by this name, on other hosts.
+_INTERNAL = {"remote-agent": "holdfast.cli.remote_agent:main"}
 
 _USAGE = f"usage: {PROGRAM} COMMAND [options]"
 
@@ -50,8 +53,9 @@ def main(args: Sequence[str]) -> int:
         console.write(_help())
         return 2
     first, rest = args[0], args[1:]
-    if first in COMMANDS:
-        module, _, function = COMMANDS[first][0].partition(":")
+    found = COMMANDS[first][0] if first in COMMANDS else _INTERNAL.get(first)
+    if found:
+        module, _, function = found.partition(":")
         return int(getattr(import_module(module), function)(rest))
     if first in ("-h", "--help", "help"):
         console.print_out(_help())

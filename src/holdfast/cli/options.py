@@ -227,13 +227,8 @@ OPTIONS: tuple[Option, ...] = (
            help="The name of the run, the same on all of its nodes. A run on one machine gets a fresh one if none "
                 "is given."),
     Option("--rdzv-conf KEY=VALUE,...", NODES, default="",
-           help="More settings for the rendezvous; for tcp: join_timeout, outage_timeout, resolve_timeout, last_call, "
-                "heartbeat, lease, drop_timeout, reconnect_grace, close_linger, admit, on_isolation, is_host, "
-                "read_timeout, token_file, require_token, tls_cert, tls_key, tls_ca, http; for static also "
-                "coordinator_port (default: the master port + 1; off to go without); for etcd those of tcp and "
-                "leader_lease, coordinator_port (any free one if left out), prefix (/holdfast if left out), "
-                "protocol (http or https, for endpoints that say neither), user, password_file (else "
-                "HOLDFAST_ETCD_PASSWORD of the environment), cert, key, cacert (TLS files for etcd alone), agent_tls."),
+           help="More settings for the rendezvous. docs/cli.md has a table of them; the line about an unknown one has "
+                "the names of all."),
     Option("--node-rank RANK", NODES, parse=int,
            help="The rank to give this node, from 0. For static it is needed on every node but the first; "
                 "otherwise it is a request, honoured in every round that is large enough."),
@@ -261,6 +256,9 @@ OPTIONS: tuple[Option, ...] = (
            help="When a node that arrives while others run, and for which there is room, is let in: now, the "
                 "workers are stopped in order and a larger round begins; on-restart, it stands by until something "
                 "else stops the round (now if left out)."),
+    Option("--admit-delay TIME", NODES, parse=duration_s, field="rdzv_configs.admit_delay", in_full=True,
+           help="With --admit now: how long a node that arrives waits for others, so that the workers are stopped once "
+                "for all of them. It does not wait when there is no room for more (5s if left out)."),
     Option("--on-isolation WHAT", NODES, choices=("stop", "continue"), field="rdzv_configs.on_isolation",
            help="What a node that cannot reach the coordinator does: stop, its workers are killed before its place "
                 "is given away; continue, they run on, at the risk that two worlds run at once (stop if left out)."),
@@ -285,7 +283,8 @@ OPTIONS: tuple[Option, ...] = (
            help="The Python interpreter on the hosts. Left out, it has the path of this command's."),
     Option("--env NAME[=VALUE],...", HOSTS, parse=filters, in_full=True, is_list=True,
            help="Give the agents and workers on the hosts these variables; without a value, that of this command's "
-                "environment. Two commas stand for a comma. May be given several times."),
+                "environment, which is the way for secrets: other users can read this command line. Two commas stand "
+                "for a comma. May be given several times."),
     Option("--copy WHAT", HOSTS, choices=("script", "directory"), in_full=True,
            help="Copy the script, or the working directory with all that is below it, to a temporary directory on each "
                 "host, and run there. The directory is removed at the end."),
@@ -304,10 +303,16 @@ OPTIONS: tuple[Option, ...] = (
     Option("--restart-backoff TIME", FAILURES, parse=duration_s, default=0, field="restart_policy.backoff_s",
            help="Wait this long before a restart, and twice as long before each further one, up to a minute."),
     Option("--no-progress-limit N", FAILURES, parse=int, field="restart_policy.no_progress_limit", in_full=True,
-           help="End the run with exit code 93 (do not start it again) when a failure follows N restarts in a row "
-                "after which the workers got no further than before. Progress is a higher step in "
+           help="End the run with exit code 93 (do not start it again) when a failure or the loss of a node follows N "
+                "restarts in a row after which the workers got no further than before. Progress is a higher step in "
                 "holdfast.progress(step) than ever before in the run, a call without a step, or a line that matches "
                 "--progress-pattern."),
+    Option("--loss-limit N", FAILURES, parse=int, field="restart_policy.loss_limit", in_full=True,
+           help="How many restarts may follow lost nodes within --loss-window, none of which --max-restarts counts, "
+                "before the run ends with exit code 93. A node that announces its leave is not lost, and a round with "
+                "progress (see --no-progress-limit) begins the count anew (20 if left out)."),
+    Option("--loss-window TIME", FAILURES, parse=duration_s, field="restart_policy.loss_window_s", in_full=True,
+           help="Count only the restarts after lost nodes of the last TIME (1h if left out)."),
     Option("--fatal-exit-codes CODES", FAILURES, parse=exit_codes, default="", field="restart_policy.fatal_exit_codes",
            help="Exit codes of workers that end the run at once, whatever restarts are left."),
     Option("--fatal-exceptions NAMES", FAILURES, parse=names, field="restart_policy.fatal_exceptions",
@@ -332,7 +337,7 @@ OPTIONS: tuple[Option, ...] = (
            help="Before a restart, wait up to TIME until the GPUs that the stopped workers used have their memory "
                 "back. Needs the package nvidia-ml-py."),
     Option("--clean-shm", FAILURES, field="settings.clean_shm", in_full=True,
-           help="When holdfast has stopped the workers of a round, remove the files in /dev/shm that they had mapped, "
+           help="When holdfast has stopped the workers of a round, remove the files in /dev/shm that they had made, "
                 "that belong to this user, and that no process maps or has open any more. A worker that is killed "
                 "leaves such files, and their memory stays in use."),
     Option("--signals-to-handle NAMES", FAILURES, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", field="signals_to_handle",
@@ -394,14 +399,14 @@ OPTIONS: tuple[Option, ...] = (
            help="Append one JSON line to FILE for each thing that happens on this node: joined, refused, sealed, "
                 "restarted, started, progress, finished, failed, hung, stopped, ended. Agents of one host may share "
                 "the file. See docs/events.md."),
-    Option("--dashboard", OUTPUT, field="settings.dashboard", in_full=True,
+    Option("--dashboard", OUTPUT, in_full=True,
            help="Serve a page about the run to browsers, as `holdfast dashboard` does, from a process of its own. If "
                 "several nodes give this, the one with group rank 0 serves. The URL is printed when the workers start, "
                 "with a key in it that is all one needs to look. Needs pip install 'holdfast[dashboard]'."),
-    Option("--dashboard-addr HOST:PORT", OUTPUT, parse=host_and_port, field="settings.dashboard_addr", in_full=True,
+    Option("--dashboard-addr HOST:PORT", OUTPUT, parse=host_and_port, in_full=True,
            help="Where to serve that page (127.0.0.1:0 if left out; port 0 is any free one). An address that other "
                 "hosts can reach needs a token (--token-file)."),
-    Option("--dashboard-linger TIME", OUTPUT, parse=duration_s, field="settings.dashboard_linger_s", in_full=True,
+    Option("--dashboard-linger TIME", OUTPUT, parse=duration_s, in_full=True,
            help="How long that page stays after the run has ended (5m if left out)."),
     Option("--health-port PORT", OUTPUT, parse=int, field="health_port",
            help="Answer HTTP requests on this port: 200 while the agent is alive, whatever phase it is in, and 503 "

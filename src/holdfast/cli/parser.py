@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import holdfast
 from holdfast.cli import console
 from holdfast.cli.command_line import Scanner, UsageError, complete, word
 from holdfast.cli.options import GROUPS, HELP, OPTIONS, OUTPUT, PROGRAM, USAGE
@@ -30,6 +32,11 @@ class PlainParser(argparse.ArgumentParser):
     def __init__(self, program: str, description: str = "", epilog: str = "", usage: str | None = None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(program, usage, description, epilog, formatter_class=formatter, allow_abbrev=False)
+
+    def print_help(self, file: Any = None) -> None:
+        super().print_help(file)
+        if "docs/" in self.format_help():
+            print(f"\n{documents_line()}", file=file)
 
     def error(self, message: str) -> NoReturn:
         console.write_error(self.prog, message.removeprefix("argument "))  # As argparse puts it.
@@ -74,6 +81,13 @@ class RunParser(PlainParser):
         super().error(message)
 
 
+def documents_line() -> str:
+    """Where the files are that help texts name. A wheel has them inside the package."""
+    package = os.path.dirname(holdfast.__file__)
+    inside, beside = os.path.join(package, "docs"), os.path.join(package, "..", "..", "docs")
+    return f"docs/ is {os.path.normpath(inside if os.path.isdir(inside) else beside)}"
+
+
 INTRODUCTION = (
     "Start workers on this machine, as part of a run on one machine or many, and keep them together: if one "
     "fails, all are stopped and, if restarts are left, started again.",
@@ -85,7 +99,12 @@ EXIT_CODES = (
     ("0", "all workers succeeded"),
     ("1", "the workers failed for good, or the run could not go on"),
     ("2", "wrong usage, or a node that does not fit into the run; nothing was started"),
-    ("93", "no progress in --no-progress-limit restarts: starting the run again would not help"),
+    (
+        "93",
+        "no progress in --no-progress-limit restarts, or more lost nodes than --loss-limit allows: starting the run "
+        "again would not help",
+    ),
+    ("94", "the run was ended on all nodes, by `holdfast stop` for example: do not start it again"),
     ("128+n", "stopped by signal n, for example 143 after SIGTERM"),
 )
 
@@ -125,5 +144,6 @@ def help_text(width: int) -> str:
             lines.append(entry(HELP.invocation, HELP.help))
         parts.append("\n".join(lines))
     parts.append("\n".join(["Exit status:", *(entry(code, text, 10) for code, text in EXIT_CODES)]))
+    parts.append(f"Documents:\n  {documents_line()}")
     parts.append("\n".join(["Examples:", *(indent(example, "  ") for example in EXAMPLES)]))
     return "\n\n".join(parts) + "\n"

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import UserError
+from holdfast.errors import HostError, UserError
 
 if TYPE_CHECKING:
     import argparse
@@ -54,6 +55,13 @@ def check_combination(args: argparse.Namespace) -> None:
         raise UserError(f"{' and '.join(chosen)} exclude each other")
     if args.no_python and not get_use_env(args):
         raise UserError("--no-python needs --use-env: a program of its own gets no --local-rank argument")
+    if args.dashboard and args.nnodes.rpartition(":")[2] == "1":
+        # In a run of several nodes one node serves the dashboard, and it is known only later which.
+        from importlib.util import find_spec
+
+        for name in ("uvicorn", "starlette"):
+            if find_spec(name) is None:
+                raise HostError(f"--dashboard: the package {name} is missing: pip install 'holdfast[dashboard]'")
 
 
 def entry(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
@@ -143,3 +151,20 @@ def _check_command(name: str, whence: str = "") -> None:
         raise UserError(f"{whence}program {name!r} is a directory")
     elif not os.access(name, os.X_OK):
         raise UserError(f"{whence}program {name!r} is not executable")
+
+
+def make_directory_of(events_file: str, log_dir: str | None) -> None:
+    """An events file within the log directory has its directory made, as the logs have."""
+    directory = os.path.dirname(os.path.abspath(events_file))
+    if log_dir and log_dir != os.devnull and f"{directory}/".startswith(f"{os.path.abspath(log_dir)}/"):
+        with suppress(OSError):  # Then it is not there, which is the error.
+            os.makedirs(directory, exist_ok=True)
+
+
+def parse_ranks(text: str) -> set[int] | None:
+    if not text.strip():
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if not all(name.isdecimal() and len(name) < 10 for name in names):
+        raise UserError(f"--local-ranks-filter {text!r} is not a list of ranks such as 0,1")
+    return {int(name) for name in names}

@@ -22,10 +22,12 @@ from holdfast.cli.program import (
     check_program,
     entry,
     get_use_env,
+    make_directory_of,
     misplaced_options,
+    parse_ranks,
     run_script_path,
 )
-from holdfast.errors import HoldfastError, HostError, InternalError, UserError, is_from_run
+from holdfast.errors import RUN_CLOSED, HoldfastError, HostError, InternalError, UserError, is_from_run
 from holdfast.failures import report
 from holdfast.log import Logger
 from holdfast.process import devices, errors
@@ -77,7 +79,7 @@ class NodeCountError(UserError, RuntimeError):
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
     """`2` is (2, 2) and `1:4` is (1, 4)."""
     parts = nnodes.split(":")
-    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+    if len(parts) > 2 or not all(part.strip().isdecimal() and len(part) < 10 for part in parts):
         raise NodeCountError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX")
     low, high = int(parts[0]), int(parts[-1])
     if low < 1:
@@ -111,15 +113,6 @@ def get_rdzv_endpoint(args: argparse.Namespace) -> str:
     return f"{address}:{DEFAULT_MASTER_PORT if args.master_port is None else args.master_port}"
 
 
-def _parse_ranks(text: str) -> set[int] | None:
-    if not text.strip():
-        return None
-    names = [name.strip() for name in text.split(",")]
-    if not all(name.isdecimal() for name in names):
-        raise UserError(f"--local-ranks-filter {text!r} is not a list of ranks such as 0,1")
-    return {int(name) for name in names}
-
-
 def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
     """Read a value, and name the option that it came from if it is wrong."""
     try:
@@ -135,6 +128,10 @@ def check_values(args: argparse.Namespace) -> None:
         raise UserError(f"--monitor-interval {args.monitor_interval:g} is not a time above 0")
     if args.restart_window == 0:
         raise UserError("--restart-window 0: no restart would count, and the workers be restarted for ever")
+    if args.loss_limit is not None and args.loss_limit < 0:
+        raise UserError(f"--loss-limit {args.loss_limit} is negative")
+    if args.loss_window == 0:
+        raise UserError("--loss-window 0: no restart after a lost node would count, and they would never end")
     if args.shutdown_timeout is not None and args.shutdown_timeout < 0:
         raise UserError(f"--shutdown-timeout {args.shutdown_timeout} is negative")
     if args.master_port is not None and not 0 < args.master_port < 65536:
@@ -152,6 +149,7 @@ def check_values(args: argparse.Namespace) -> None:
 
         _for_option("--event-log-handler", events.check_destination, args.event_log_handler)
         if args.events_file is not None:
+            make_directory_of(args.events_file, args.log_dir)
             _for_option("--events-file", lambda path: events.check_destination(f"file:{path}"), args.events_file)
 
 
@@ -201,9 +199,11 @@ def check_endpoint(args: argparse.Namespace, endpoint: str, max_nodes: int) -> N
 
 
 def rendezvous_settings(args: argparse.Namespace) -> dict[str, Any]:
-    from holdfast.rendezvous.endpoints import parse_rendezvous_config
+    settings: dict[str, Any] = {}
+    if args.rdzv_conf:
+        from holdfast.rendezvous.settings import parse_rendezvous_config
 
-    settings: dict[str, Any] = dict(_for_option("--rdzv-conf", parse_rendezvous_config, args.rdzv_conf))
+        settings = dict(_for_option("--rdzv-conf", parse_rendezvous_config, args.rdzv_conf))
     if "rank" in settings and args.rdzv_backend == "static":
         raise UserError("--rdzv-conf cannot set 'rank' for static; use --node-rank")
     given = _given(args, "rdzv_configs")
@@ -323,7 +323,7 @@ def config_from_args(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[.
     streams: dict[str, Any] = {
         "--redirects": _for_option("--redirects", Std.from_str, args.redirects),
         "--tee": _for_option("--tee", Std.from_str, args.tee),
-        "--local-ranks-filter": _parse_ranks(args.local_ranks_filter),
+        "--local-ranks-filter": parse_ranks(args.local_ranks_filter),
     }
     for text in _unused(args, fields, streams):
         log.warning("%s has no effect in this run", text)
@@ -347,7 +347,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
     from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
-    fields = {
+    fields: dict[str, Any] = {
         **_given(args),
         "min_nodes": min_nodes,
         "max_nodes": max_nodes,
@@ -358,6 +358,16 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "settings": _given(args, "settings"),
         **_rendezvous_fields(args, max_nodes),
     }
+    if args.dashboard:
+        from functools import partial
+
+        from holdfast.cli.dashboard import beside
+
+        configs, is_alone = fields["rdzv_configs"], fields["rdzv_backend"] == "standalone"
+        # A run on one machine has no other use for the token.
+        token_file = str((configs.pop if is_alone else configs.get)("token_file", "") or "")
+        where = {"addr": args.dashboard_addr, "linger_s": args.dashboard_linger, "token_file": token_file}
+        fields["settings"]["on_first_node"] = partial(beside.start, **where)
     if args.numa_binding is not None:
         from holdfast.process.workers.cpus import AffinityMode, NumaOptions
 
@@ -377,9 +387,11 @@ def run(args: argparse.Namespace) -> None:
         _launch(args)
     except UserError as error:
         text = f"{error} ".replace(":", " ")
+        names_option = any(f"{option.flags[-1]} " in text for option in OPTIONS)
         for option in getattr(args, "from_environment", ()):
-            # The error names the option, or its value as it stands in the environment.
-            if f"{option.flags[-1]} " in text or repr(os.environ.get(option.variable)) in str(error):
+            # The error names the option. If it names none, it may have the value as it stands in the environment.
+            is_value_named = not names_option and repr(os.environ.get(option.variable)) in str(error)
+            if f"{option.flags[-1]} " in text or is_value_named:
                 error.add_note(f"{option.variable} of the environment")
         raise
 
@@ -457,9 +469,9 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
     from holdfast.rendezvous.api import RendezvousError, is_kind
 
     if (failed := getattr(error, "run_report", None)) is not None:
-        from holdfast.failures import run_report
+        from holdfast.failures.report import run_text
 
-        _write_report(run_report.text(failed) + "\n", os.environ.get(REPORT_FILE_VARIABLE))
+        _write_report(run_text(failed) + "\n", os.environ.get(REPORT_FILE_VARIABLE))
         return int(failed.exit_code)
     if (words := getattr(error, "last_words", None)) is not None:  # Of the hosts that `--hosts` names.
         console.write(words)
@@ -472,7 +484,7 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
         number, ranks = getattr(error, "sigval", 2), getattr(error, "killed_ranks", ())
         killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
         console.write(f"{escape.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n")
-        return 128 + number
+        return RUN_CLOSED if why else 128 + number
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         # The interpreter has no class of its own for it.
         error = HostError(f"cannot start a thread{_REMEDIES[errno.EAGAIN]}").with_traceback(error.__traceback__)

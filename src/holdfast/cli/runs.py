@@ -24,10 +24,16 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.membership.model import Outcome
 
 MOST_NODES = 1024
+NO_COORDINATOR = "this run has no coordinator that could be asked"  # As an agent says (`Coordination.ask`).
 _MOST_ASKED = 64  # Agents of other hosts, for their workers.
 _COORDINATOR_LIMIT_S = 5.0
+_ASKED_HERE_LIMIT_S = 1.0  # For the coordinator, if an agent of this host asks it.
 _ASK_LIMIT_S = 25.0  # An agent waits 20 s for another one.
-_ASK_ALL_LIMIT_S = 30.0  # After that no further agent is asked.
+# For the status of each node, and of all of them. With the search for the agents of this host, 2 s are not exceeded.
+_NODE_STATUS_LIMIT_S = 0.7
+_ALL_STATUSES_LIMIT_S = 0.8  # After that no further node is asked.
+_ASKED_AT_ONCE = 6  # An agent passes 8 questions on at a time.
+_MARGIN_S = 0.1  # The agent or coordinator that passes a question on reports a missing answer first.
 _MAX_NAME = 1024
 
 
@@ -62,12 +68,13 @@ class RunView:
     def ask_coordinator(self, request: Mapping[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
-    def ask_node(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What the agent of that name (`name_of`) answers."""
+    def ask_node(self, name: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> dict[str, Any]:
+        """What the agent of that name (`name_of`) answers. May be called from several threads."""
         raise NotImplementedError
 
-    def local_agents(self) -> list[dict[str, Any]]:
-        """The agents of the run on this host (`AgentStatus.to_dict`), as far as they were looked for."""
+    def local_agents(self, timeout_s: float = _ASK_LIMIT_S) -> list[dict[str, Any]]:
+        """The agents of the run on this host (`AgentStatus.to_dict`), as far as they were looked for. Each has that
+        time to answer."""
         return []
 
     @contextmanager
@@ -82,6 +89,11 @@ class RunView:
         finally:
             for fd in found:
                 os.close(fd)
+
+    @property
+    def is_of_one_node(self) -> bool:
+        """Whether the agents of this host say that there are no other nodes."""
+        return False
 
     def stop(self, reason: str) -> tuple[str, int]:
         """End it, with grace. How far that reaches (`run`, or `host` if there is no coordinator), and how many nodes
@@ -108,22 +120,31 @@ class RunView:
         return {**status, "nodes": nodes[:MOST_NODES]}
 
     def agents(self, nodes: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The status of each agent, and by node id why some did not tell theirs."""
-        found = {name_of(each): each for each in self.local_agents()}
-        problems: dict[str, str] = {}
-        ends = time.monotonic() + _ASK_ALL_LIMIT_S
-        for node_id in [text_of(node, "node_id") for node in nodes]:
-            if node_id in found:
-                continue
-            if len(found) + len(problems) >= _MOST_ASKED:
-                break
-            if time.monotonic() > ends:
-                problems[node_id] = f"not asked: the others took {_ASK_ALL_LIMIT_S:g} s"
-                continue
+        """The status of each agent, and by node id why some did not tell theirs. Several are asked at a time."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        ends = time.monotonic() + _ALL_STATUSES_LIMIT_S
+
+        def status_of(node_id: str) -> dict[str, Any] | str:
+            left_s = ends - time.monotonic()
+            if left_s <= 0:
+                return f"not asked: other nodes took {_ALL_STATUSES_LIMIT_S:g} s"
             try:
-                found[node_id] = {**self.ask_node(node_id, {"command": "status"}), "node_id": node_id}
+                limit_s = min(left_s, _NODE_STATUS_LIMIT_S)
+                return {**self.ask_node(node_id, {"command": "status"}, limit_s), "node_id": node_id}
             except HostError as error:
-                problems[node_id] = str(error)
+                return f"silent: {error}"
+
+        found = {name_of(each): each for each in self.local_agents(_NODE_STATUS_LIMIT_S)}
+        others = [node_id for node_id in (text_of(node, "node_id") for node in nodes) if node_id not in found]
+        del others[max(0, _MOST_ASKED - len(found)) :]
+        problems: dict[str, str] = {}
+        with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+            for node_id, answer in zip(others, pool.map(status_of, others), strict=True):
+                if isinstance(answer, str):
+                    problems[node_id] = answer
+                else:
+                    found[node_id] = answer
         return [*found.values()], problems
 
 
@@ -134,29 +155,34 @@ class LocalRun(RunView):
         self._agents = agents
         self.name = text_of(agents[0], "run_id")
 
-    def local_agents(self) -> list[dict[str, Any]]:
+    @property
+    def is_of_one_node(self) -> bool:
+        return {number_of(agent, "nodes") for agent in self._agents} == {1}
+
+    def local_agents(self, timeout_s: float = _ASK_LIMIT_S) -> list[dict[str, Any]]:
         """As they are now; those that have ended are left out."""
         found = []
         for agent in self._agents:
             with suppress(HostError):
                 known = {name: agent.get(name) for name in ("socket", "uid", "pid")}
-                found.append({**self._ask(agent, {"command": "status"}), **known})
+                found.append({**self._ask(agent, {"command": "status"}, timeout_s), **known})
         return found
 
     def ask_coordinator(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return self._ask_any({"command": "query", "request": request})
+        return self._ask_any({"command": "query", "request": request, "timeout_s": _ASKED_HERE_LIMIT_S})
 
-    def ask_node(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    def ask_node(self, name: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> dict[str, Any]:
         for agent in self._agents:
             if name == name_of(agent):
-                return self._ask(agent, request)
-        return self._ask_any({"command": "query", "node": name, "request": request})
+                return self._ask(agent, request, timeout_s)
+        query = {"command": "query", "node": name, "request": request, "timeout_s": timeout_s}
+        return self._ask_any(query, timeout_s + _MARGIN_S)
 
-    def _ask_any(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask_any(self, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> dict[str, Any]:
         trouble = HostError("no agent of the run answers")
         for agent in self._agents:
             try:
-                return self._ask(agent, request)
+                return self._ask(agent, request, timeout_s)
             except HostError as error:
                 trouble = error
         raise trouble
@@ -180,9 +206,11 @@ class LocalRun(RunView):
                 sent.append(control.Question(str(agent["socket"]), request))
         return sent
 
-    def _ask(self, agent: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    def _ask(
+        self, agent: Mapping[str, Any], request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S
+    ) -> dict[str, Any]:
         try:
-            answer, _ = control.ask(str(agent["socket"]), request, _ASK_LIMIT_S)
+            answer, _ = control.ask(str(agent["socket"]), request, timeout_s)
         except TimeoutError:
             raise HostError(f"agent {agent.get('pid')} does not answer; it may be stopped") from None
         except (OSError, ValueError, RecursionError) as error:
@@ -202,13 +230,14 @@ def await_ends(pidfds: set[int], timeout_s: float) -> set[int]:
 
 
 class RemoteRun(RunView):
-    """Its coordinator, asked over the network. If the connection breaks, the next question makes another one: the
-    coordinator may have been restarted, or replaced."""
+    """Its coordinator, asked over the network. Questions at the same time have a connection each, which are kept for
+    later ones. If a connection breaks, the next question makes another one: the coordinator may have been restarted, or
+    replaced."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.name = args.run
         self._args, self._config = args, config_of(args)
-        self._visitor: Visitor | None = self._connected()
+        self._idle: list[Visitor] = [self._connected()]
 
     def _connected(self) -> Visitor:
         from holdfast.rendezvous.client import visitor
@@ -218,19 +247,27 @@ class RemoteRun(RunView):
     def _ask(self, request: Mapping[str, Any], node_id: str = "", timeout_s: float = _COORDINATOR_LIMIT_S) -> Any:
         from holdfast.rendezvous.client import visitor
 
-        if self._visitor is None:
-            self._visitor = self._connected()
         try:
-            return self._visitor.ask(request, node_id, timeout_s)
+            chosen = self._idle.pop()
+        except IndexError:
+            chosen = self._connected()
+        try:
+            answer = chosen.ask(request, node_id, timeout_s)
         except visitor.ConnectionBroken:
+            chosen.close()
             self.close()
             raise
+        except HostError:  # Such as an answer that did not come. The connection is good.
+            self._idle.append(chosen)
+            raise
+        self._idle.append(chosen)
+        return answer
 
     def ask_coordinator(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return _object(self._ask(request), "the coordinator")
 
-    def ask_node(self, name: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        return _object(self._ask(request, name, _ASK_LIMIT_S), f"node {name}")
+    def ask_node(self, name: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> dict[str, Any]:
+        return _object(self._ask(request, name, timeout_s), f"node {name}")
 
     def stop(self, reason: str) -> tuple[str, int]:
         told = self.ask_coordinator({"command": "stop", "reason": reason})
@@ -251,14 +288,14 @@ class RemoteRun(RunView):
             raise HostError(f"the coordinator sent an answer that makes no sense: {error}") from None
 
     def close(self) -> None:
-        visitor, self._visitor = self._visitor, None
-        if visitor is not None:
-            visitor.close()
+        idle, self._idle = self._idle, []
+        for each in idle:
+            each.close()
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
     from holdfast.cli.options import check_brackets
-    from holdfast.rendezvous.endpoints import parse_rendezvous_config
+    from holdfast.rendezvous.settings import parse_rendezvous_config
 
     for place in args.rdzv_endpoint.split(","):
         check_brackets("--rdzv-endpoint", place.strip().rpartition("://")[2], 29400)

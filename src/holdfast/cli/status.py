@@ -28,7 +28,7 @@ all nodes. If there is none, or it is out of reach, the agents of this host answ
 exit status:
   0  the status was shown
   1  there is no such run, or it cannot be asked
-  2  wrong usage, or several runs fit; they are listed
+  2  wrong usage, or several runs fit; they are listed as by `holdfast ps`
 
 examples:
   holdfast status
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             run = runs.open_run(args)
         except runs.SeveralRuns:
-            list_runs(["--all-users"] if args.all_users else [])
+            list_runs([flag for flag in ("--all-users", "--json") if getattr(args, flag[2:].replace("-", "_"))])
             raise
         picture = picture_of(run)
         return json.dumps(picture, indent=2) + "\n" if args.json else "\n".join(lines_of(picture)) + "\n"
@@ -92,14 +92,16 @@ def list_runs(argv: Sequence[str]) -> int:
 
 
 def picture_of(run: RunView) -> dict[str, Any]:
-    """`run` is the coordinator's view, if there is one (else `problem` says why), `agents` are those that answered,
-    `silent` says by node id why others did not."""
+    """`run` is the coordinator's view, if there is one (else `problem` says why, unless the run has only one node),
+    `agents` are those that answered, `silent` says by node id why others did not."""
+    status, problem = None, None
     try:
-        status, problem = run.run_status(), None
+        status = run.run_status()
     except HostError as error:
-        status, problem = None, str(error)
         if not run.local_agents():
             raise
+        is_complete = run.is_of_one_node and str(error) == runs.NO_COORDINATOR
+        problem = None if is_complete else str(error)
     agents, silent = run.agents(status["nodes"] if status else [])
     picture = {"run_id": run.name, "run": status, "problem": problem, "agents": agents, "silent": silent}
     slow = [fields_of(each) for each in stragglers.find(rates_of(agents))]
@@ -167,6 +169,7 @@ def lines_of(picture: Mapping[str, Any]) -> Iterator[str]:
         if len(workers) > _MOST_WORKERS:
             yield f"... and {len(workers) - _MOST_WORKERS} more workers; --json shows all"
     if status is not None:
+        yield from (escape.cut(escape.one_line(text_of(each, "text"))) for each in dicts_of(status, "held"))
         for each in dicts_of(status, "refused"):
             ago = age_text(number_of(each, "ago_s"))
             yield escape.cut(escape.one_line(f"refused {ago} ago: {text_of(each, 'who')}: {text_of(each, 'reason')}"))
@@ -228,7 +231,7 @@ def _node_rows(
     told = {runs.name_of(each): each for each in agents}
     if status is None:
         for agent in agents:
-            yield (_rank_text(agent, "node"), _node_name(agent), "", text_of(agent, "phase"), _pid_text(agent),
+            yield (rank_text(agent, "node"), _node_name(agent), "", text_of(agent, "phase"), _pid_text(agent),
                    _workers_text(agent))  # fmt: skip
         return
     for node in dicts_of(status, "nodes"):
@@ -236,7 +239,7 @@ def _node_rows(
         agent = told.get(node_id, {})
         state = text_of(node, "state") if node.get("is_connected") else "not connected"
         workers = _workers_text(agent) if agent else silent.get(node_id, "not asked")
-        yield (_rank_text(node, "rank"), node_id, text_of(node, "address"), state, _pid_text(agent), workers)
+        yield (rank_text(node, "rank"), node_id, text_of(node, "address"), state, _pid_text(agent), workers)
 
 
 def _worker_rows(agents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, tuple[str, ...]]]:
@@ -245,7 +248,7 @@ def _worker_rows(agents: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, t
         for worker in dicts_of(agent, "workers"):
             rank = number_of(worker, "global_rank")
             if rank is not None:
-                yield rank, (_rank_text(worker, "global_rank"), _rank_text(agent, "node"), _pid_text(worker),
+                yield rank, (rank_text(worker, "global_rank"), rank_text(agent, "node"), _pid_text(worker),
                              worker_state(worker), age_text(number_of(worker, "age_s")),
                              progress_text(worker))  # fmt: skip
 
@@ -270,9 +273,10 @@ def _node_name(agent: Mapping[str, Any]) -> str:
     return text_of(agent, "node_id") or text_of(agent, "host")
 
 
-def _rank_text(record: Mapping[str, Any], name: str) -> str:
+def rank_text(record: Mapping[str, Any], name: str) -> str:
+    """A worker has no rank, -1, before its first round."""
     rank = number_of(record, name)
-    return "-" if rank is None else f"{rank:.0f}"
+    return "-" if rank is None or rank < 0 else f"{rank:.0f}"
 
 
 def _pid_text(record: Mapping[str, Any]) -> str:

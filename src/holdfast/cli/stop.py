@@ -1,4 +1,4 @@
-"""`holdfast stop`: end a run on all its nodes, with grace. Every agent then exits with 143, as after SIGTERM.
+"""`holdfast stop`: end a run on all its nodes, with grace. Every agent then exits with 94: no engine starts it again.
 
 An agent of this host is asked by its control socket, and closes the run as one of its members. By --rdzv-endpoint the
 coordinator is asked, which wants the run's token for that. A run without a coordinator is ended on this host alone.
@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast import escape
 from holdfast.cli import console, runs
 from holdfast.cli.options import duration_s
 from holdfast.cli.parser import PlainParser, argument
-from holdfast.errors import HostError
+from holdfast.errors import HostError, UserError
 
 PROGRAM = "holdfast stop"
 
 _EPILOG = """\
 The workers get SIGTERM and their grace period (--shutdown-timeout of `holdfast run`). On this host the command waits
 until the agents have ended. A run without a coordinator (standalone, or static on one node) is ended on this host.
+Without RUN the command asks, on a terminal, whether the only run of this host is meant; in a script RUN is required.
 
 exit status:
   0  the run was closed, and its agents on this host have ended
   1  there is no such run, it may not be closed from here, or an agent has not ended in time
-  2  wrong usage, or several runs fit
+  2  wrong usage, RUN is missing, or several runs fit
 
 examples:
-  holdfast stop
+  holdfast stop job7
   holdfast stop job7 --rdzv-endpoint node1:29400 --token-file token
 """
 
@@ -47,10 +50,25 @@ def main(argv: Sequence[str]) -> int:
     def stop() -> str:
         reason = args.reason or f"holdfast stop, by {user_name()} on {os.uname().nodename}"
         run = runs.open_run(args)
+        if args.run is None:
+            _confirm(run)
         told = _stop_here(run, reason, args.timeout) if isinstance(run, runs.LocalRun) else _stop_there(run, reason)
         return json.dumps(told) + "\n" if args.json else f"{told['text']}\n"
 
     return console.show(PROGRAM, stop)
+
+
+def _confirm(run: runs.RunView) -> None:
+    """The only run of this host was not named: is it the one that is meant?"""
+    name = escape.one_line(run.name)
+    agents = run.local_agents()
+    workers = sum(len(runs.dicts_of(agent, "workers")) for agent in agents)
+    if not sys.stdin or not sys.stdin.isatty():
+        raise UserError(f"name the run that is to end; the only one on this host is {name}")
+    pids = ", ".join(str(agent["pid"]) for agent in agents)
+    console.write(f"run {name}, with {_count(workers, 'worker')} on this host (agent {pids}). End it? [y/N] ")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise HostError(f"run {name} goes on")
 
 
 def _stop_there(run: runs.RemoteRun, reason: str) -> dict[str, Any]:
@@ -68,7 +86,9 @@ def _stop_here(run: runs.LocalRun, reason: str, timeout_s: float) -> dict[str, A
             raise HostError(f"after {timeout_s:g} s these agents still run: {names}; they are stopping their workers, "
                             "or they hang; `kill -9 PID` ends an agent and its workers at once")  # fmt: skip
     ended = f"{_count(len(pids), 'agent')} of this host {'has' if len(pids) == 1 else 'have'} ended"
-    if scope == "run":
+    if run.is_of_one_node:
+        text = f"run {run.name} has ended"
+    elif scope == "run":
         text = f"run {run.name} is closed on all nodes; {ended}"
     else:
         text = f"{ended}; run {run.name} has no coordinator within reach, so nodes on other hosts were not told"

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.cli import command_line, console
 from holdfast.cli.job import job_of
-from holdfast.cli.options import Option
+from holdfast.cli.options import HOSTS, OPTIONS, Option
 from holdfast.cli.parser import PlainParser
 from holdfast.cli.run import explain
 from holdfast.errors import UserError
@@ -30,7 +30,7 @@ _DESCRIPTIONS = {
 }
 _EPILOG = """\
 All options of `holdfast run` can be given as well, but for those that the engine decides: where the nodes meet and
-which rank each has. See docs/engines.md.
+which rank each has, and all about hosts by ssh. See docs/engines.md.
 
 examples:
   holdfast submit --on slurm --nnodes 2 --nproc-per-node 8 train.py
@@ -84,7 +84,7 @@ def _reported(command: str, act: Callable[[], int]) -> int:
     try:
         return act()
     except command_line.HelpWanted:
-        console.print_out(get_parser(command).format_help())
+        get_parser(command).print_help()
         return 0
     except command_line.UsageError as problem:
         return command_line.refuse(f"holdfast {command}", _USAGES[command], problem)
@@ -143,5 +143,12 @@ def read(engine: Engine, tokens: Sequence[str], common: Sequence[EngineOption] =
         if name in args.given:
             flag = args.given[name].partition("=")[0]
             raise UserError(f"{flag}: {engine.name} decides that itself; leave the option out")
+    for option in OPTIONS:
+        if option.group == HOSTS and option.dest in args.given:
+            reason = (
+                f"is for hosts that `holdfast run --hosts` reaches by ssh, and {engine.name} starts the agents itself"
+            )
+            named = option.variable if option in args.from_environment else option.flags[-1]
+            raise UserError(f"{named} {reason}; leave it out")
     job = job_of(args, {row.dest for row in rows}, sys.executable)
     return job, {row.dest: getattr(args, row.dest) for row in rows}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from holdfast.cli import console
 from holdfast.cli.parser import PlainParser
 from holdfast.errors import UserError
+from holdfast.rendezvous.membership import keys
 
 PROGRAM = "holdfast token"
 
@@ -45,17 +46,15 @@ def _token(run_id: str | None, token_file: str) -> str:
     if run_id is None:
         if token_file:
             raise UserError("--token-file is for --run: a new token is derived from nothing")
-        import secrets
-
-        return secrets.token_hex(32)
-    from holdfast.rendezvous import options
-    from holdfast.rendezvous.membership import keys
+        return keys.made_token(os.urandom(32))
+    from holdfast.rendezvous import settings
 
     if not run_id:
         raise UserError("--run needs the id of a run")
-    token = options.read_token(token_file)
+    token = settings.read_token(token_file)
     if token is None:
         raise UserError("--run needs the coordinator's token: give --token-file, or set HOLDFAST_TOKEN")
+    settings.warn_of_token(token)
     return keys.run_token(token, run_id).decode(errors="surrogateescape")
 
 

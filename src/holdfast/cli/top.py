@@ -152,13 +152,14 @@ def _identity(worker: Mapping[str, Any]) -> tuple[float | None, float | None]:
 
 def _worker_row(worker: Mapping[str, Any], node_id: str) -> Row:
     rank = number_of(worker, "global_rank")
-    return Row(f"  {_worker_text(worker)}", text_of(worker, "state"), node_id, None if rank is None else int(rank))
+    is_given = rank is not None and rank >= 0  # Before the first round it is -1.
+    return Row(f"  {_worker_text(worker)}", text_of(worker, "state"), node_id, int(rank or 0) if is_given else None)
 
 
 def _worker_text(worker: Mapping[str, Any]) -> str:
-    rank, pid = _identity(worker)
+    pid = number_of(worker, "pid")
     age, progress = status.age_text(number_of(worker, "age_s")), status.progress_text(worker)
-    text = f"rank {rank or 0:.0f} {status.worker_state(worker)} {age}  {progress}".rstrip()
+    text = f"rank {status.rank_text(worker, 'global_rank')} {status.worker_state(worker)} {age}  {progress}".rstrip()
     return f"{text}  pid {pid:.0f}" if pid else text
 
 

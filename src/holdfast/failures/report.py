@@ -1,189 +1,65 @@
-"""Finds the failure that was the cause, and formats the report. Pure.
+"""Failures in words: the line that says what happened, and the reports. Pure.
 
-When one worker dies, its peers soon die too: their connections break, their collectives time out, and at last holdfast
-stops the rest. This module decides which of these failures was the cause, without a clock of its own.
+There are two. `ChildFailedError` has the text that torchrun's users know (`group_text`). `holdfast run` prints that of
+the run: `RunReport` has its facts, on which the nodes have agreed, so every node has the same; `run_text` writes them
+for people, and our own words fit into 80 columns; `run_dict` writes them as JSON. docs/report.md explains both.
 
-A failure *explains itself* (an exception, a signal, no memory) or is typically the *consequence* of another one (a peer
-closed the connection, a collective timed out, SIGTERM). The first kind ranks before the second, because a consequence
-is often seen before its cause: a peer reports a broken connection within a millisecond, while the worker that broke it
-may still be writing its traceback. Within a kind the order of reaping or of arrival decides. Time stamps decide only if
-that order is unknown: they are coarse and may come from several hosts.
-
-The report quotes workers and peers. Their text is escaped, and none of its lines begins where the report's lines do.
-
-So that every node of a run can show a failure, its node sends the evidence with its next join, after its workers have
-ended, and the coordinator passes it on with the outcome: JSON in ASCII, whose long texts are cut in the middle until it
-fits. The reader does not trust it: a field of an unexpected type counts as absent, and control characters are escaped.
+Reports quote workers and peers. Their text is escaped, and none of its lines begins where the report's lines do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from signal import Signals
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast import escape
-from holdfast.frozen import fields_of, frozen
-from holdfast.telemetry.stragglers import LINES, STEPS, Straggler
+from holdfast.failures import cause
+from holdfast.failures.cause import SEARCHED_CHARS, last_line, lines_of
+from holdfast.failures.records import LOST_NODE, Evidence, Failure, Folded
+from holdfast.frozen import changed, fields_of, frozen
+from holdfast.telemetry import stragglers
 
-K = TypeVar("K")
-
+VERSION = 1  # Of `report.json`.
+DO_NOT_REQUEUE = 93  # The exit code of a run that would not get further if it were started again.
 NOT_AVAILABLE = "<N/A>"
 CAUSE_LINE_LIMIT_CHARS = 300
 SHOWN_FAILURES_LIMIT = 16
+_WIDTH = 80
 _STACK_LIMIT_LINES = 60
 _STDERR_LIMIT_LINES = 20
 _BORDER_LIMIT_CHARS = 60
-# A worker may leave a MiB of text. Patterns are searched for in the beginning only: they must not hold up the agent.
-_MESSAGE_LIMIT_CHARS = 1 << 16
-_CALLSTACK_LIMIT_CHARS = 1 << 18
-_SEARCHED_CHARS = 1 << 14
-EVIDENCE_LIMIT_CHARS = 1 << 16
-_TEXTS = ("stack", "stderr_tail", "memory", "note", "hang", "refusal", "logs", "left")
-_FOLDS_SENT = 16
-_KIND_LIMIT_CHARS = 40
-_RANKS_LIMIT = 1 << 16  # In one fold, which is of one node.
-_STRAGGLERS_SENT = 16
-_NUMBER_LIMIT = 1 << 53
 
 
-@frozen
-class Evidence:
-    """What a dead worker left, and what holdfast noticed about it. Empty means none."""
-
-    error: Mapping[str, Any] | None = None  # The JSON of the error file.
-    stack: str = ""  # Written by faulthandler when a signal killed the worker.
-    stderr_tail: str = ""
-    memory: str = ""  # A sentence about the kernel's memory killer.
-    note: str = ""  # A sentence by holdfast, such as "its spawner was killed".
-    hang: str = ""  # For how long and where the worker hung, if holdfast stopped it because of that.
-    is_waiting: bool = False  # It hung because it waited for its peers in a collective.
-    refusal: str = ""  # Why it could not be started.
-    logs: str = ""  # The directory of the log files of its group, on its host.
-    left: str = ""  # Core files and dumps of its group, one a line.
-    stragglers: tuple[Straggler, ...] = ()  # Workers of its group that were behind the others.
+# The line.
 
 
-@frozen
-class Fold:
-    """Ranks that failed in the same way. `words` are those of the first of them: `failed: ValueError: boom`."""
-
-    ranks: tuple[int, ...]
-    kind: str
-    words: str
-
-
-@frozen
-class SentFailure:
-    """A failure as its node sent it. `also` are the other failures of that node in the same round."""
-
-    local_rank: int
-    pid: int
-    error_file: str
-    evidence: Evidence
-    round: int = 0
-    also: tuple[Fold, ...] = ()
+def described(failure: Failure) -> Failure:
+    """The failure with what follows from its evidence, and in words."""
+    code, evidence = failure.exitcode, failure.evidence
+    return changed(
+        failure,
+        exception=cause.class_of(evidence),
+        text=_sentence(code, evidence, f"rank {failure.rank} ", f"pid {failure.pid}" if failure.pid else ""),
+        is_consequence=cause.is_consequence(code, evidence),
+        kind=cause.kind_of(code, evidence),
+        words=_sentence(code, evidence),
+    )
 
 
-@frozen
-class FailureFacts:
-    """What is needed to rank one failure among others and to describe it in a line."""
-
-    exitcode: int  # Negative for a signal, as in subprocess.
-    text: str = ""  # The exception as `<type>: <message>`; empty if the worker left none.
-    order: int | None = None  # The position in which the failure was reaped (on one node) or arrived (in a run).
-    timestamp: float = 0.0
-    pid: int | None = None
-    evidence: Evidence = Evidence()
+def ranked(failure: Failure, rank: int) -> Failure:
+    """The failure as that of the worker with this global rank."""
+    return failure if failure.rank == rank else described(changed(failure, rank=rank))
 
 
-# Patterns are compiled when a worker has failed: that takes milliseconds, and most runs need none.
-
-# Colours, which a worker on a terminal uses. All other escape sequences are made visible.
-_COLOUR = r"\x1b\[[0-9;:]*m"
-
-# Exceptions whose type alone says that a peer went away, without the name of their module.
-_CONSEQUENCE_EXCEPTION = (
-    # The other end of a socket or a pipe is gone; requests and aiohttp use the same names.
-    "BrokenPipeError|Connection(Aborted|Refused|Reset)?Error|IncompleteReadError|RemoteDisconnected|"
-    "ServerDisconnectedError|"
-    # A launcher inside the worker was told to stop; Horovod reports that another rank failed.
-    "SignalException|HorovodInternalError"
-)
-
-# What libraries write when a peer is gone or late. A phrase belongs here only if it points away from the process that
-# prints it: "address already in use" and "CUDA error" do not, although they also come from the communication layer.
-_CONSEQUENCE_PHRASE = (
-    # The operating system.
-    "broken pipe|connection (aborted|refused|reset|timed out)|no route to host|software caused connection abort|"
-    "transport endpoint is not connected|"
-    # gloo, and other libraries on plain sockets.
-    "application timeout caused pair closure|connection closed by (remote )?peer|remote end closed connection|"
-    "timed out waiting|"
-    # torch's store, its barrier and its client sockets.
-    "client socket has (failed to connect|timed out)|connection was likely closed|failed to pass monitoredbarrier|"
-    "seconds waiting for clients|wait timeout after|"
-    # NCCL and torch's watchdog over it.
-    "collective operation timeout|heartbeat monitor timed out|ncclremoteerror|remote process exited|"
-    # gRPC, under JAX, TensorFlow and Ray.
-    "another task died|barrier timed out|failed to connect to all addresses|heartbeat timeout|socket closed|"
-    # Horovod.
-    "horovod has been shut down"
-)
-
-# Signals from outside or from a closed pipe, also as the exit code that shells make of them.
-_CONSEQUENCE_CODES = {code for number in (Signals.SIGTERM, Signals.SIGPIPE) for code in (-number, 128 + number)}
-
-
-def exception_name(text: str) -> str:
-    """The type in `<type>: <message>`, without its module; empty if the text does not start with one."""
-    # torch's hook prefixes every line of a traceback with the rank.
-    text = re.sub(r"^\s*\[rank\d+\]:\s*", "", text)
-    name = text.partition(":")[0].strip().rpartition(".")[2]
-    return name if name.isidentifier() else ""
-
-
-def _points_elsewhere(text: str) -> bool:
-    text = text[:_SEARCHED_CHARS]
-    is_of_kind = re.fullmatch(_CONSEQUENCE_EXCEPTION, exception_name(text), re.IGNORECASE)
-    return bool(is_of_kind or re.search(_CONSEQUENCE_PHRASE, text, re.IGNORECASE))
-
-
-def root_cause(failures: Mapping[K, FailureFacts]) -> K:
-    """The key of the failure that most likely caused the others; `failures` must not be empty.
-
-    If only some failures have an order, "by order if both have one, else by time" can form a circle. So the first of
-    the ordered failures is found by order alone, and only that one is compared by time with the unordered ones. The
-    answer then depends on the sequence of the mapping only in a tie.
-    """
-    candidates = [key for key, failure in failures.items() if not follows_from_another(failure)] or list(failures)
-    ordered = [key for key in candidates if failures[key].order is not None]
-    if ordered:
-        first = min(ordered, key=lambda key: (failures[key].order, failures[key].timestamp))
-        candidates = [key for key in candidates if failures[key].order is None or key == first]
-    return min(candidates, key=lambda key: failures[key].timestamp)
-
-
-def follows_from_another(failure: FailureFacts) -> bool:
-    """Whether another failure typically causes one like this.
-
-    Of a hung worker the way in which it was stopped does not count. The exception decides if there is one, whatever the
-    exit code: a worker that raised and was then stopped during its cleanup has exit code -SIGTERM and still explains
-    itself. Without one, a signal explains itself, except those from outside and except an abort: watchdogs inside the
-    process end it with SIGABRT and say why on stderr, in the midst of a native backtrace. For an exit code, the last
-    line of stderr decides.
-    """
-    exitcode, stderr_tail = failure.exitcode, failure.evidence.stderr_tail
-    if failure.evidence.hang:
-        return failure.evidence.is_waiting
-    if failure.text:
-        return _points_elsewhere(failure.text)
-    if exitcode in _CONSEQUENCE_CODES:
-        return True
-    if exitcode == -Signals.SIGABRT:
-        return re.search(_CONSEQUENCE_PHRASE, stderr_tail[-_SEARCHED_CHARS:], re.IGNORECASE) is not None
-    return exitcode >= 0 and _points_elsewhere(last_line(stderr_tail))
+def with_finished(failure: Failure, finished: Iterable[int]) -> Failure:
+    """If the worker says that a peer is gone: with the ranks that had finished, which may be these peers."""
+    evidence, ranks = failure.evidence, [*finished]
+    if not ranks or not cause.blames_a_peer(failure.exitcode, evidence):
+        return failure
+    note = f"{ranks_text(ranks)} had finished with exit code 0 before that"
+    return described(changed(failure, evidence=changed(evidence, note="; ".join(filter(None, [evidence.note, note])))))
 
 
 def signal_name(exitcode: int) -> str:
@@ -194,42 +70,9 @@ def signal_name(exitcode: int) -> str:
         return ""
 
 
-def kind_of(failure: FailureFacts) -> str:
-    """The kind of death, in words for people and for `report.json`."""
-    code, evidence = failure.exitcode, failure.evidence
-    if evidence.refusal:
-        return "could not start"
-    if evidence.hang:
-        return "hang"
-    if evidence.memory and code in (-Signals.SIGKILL, 128 + Signals.SIGKILL):
-        return "out of memory"
-    if failure.text:
-        return "exception"
-    return "signal" if code < 0 else "exit code"
-
-
-def folded(failures: Mapping[int, FailureFacts]) -> list[Fold]:
-    """The failures with the same error as one, in the order of the first of each. Numbers in the texts, such as ports
-    and ranks, do not make a difference."""
-    found: dict[tuple[int, str, str], tuple[list[int], str]] = {}
-    for rank, failure in failures.items():
-        kind, words = kind_of(failure), _sentence("", failure)
-        found.setdefault((failure.exitcode, kind, alike(words)), ([], words))[0].append(rank)
-    return [Fold(tuple(ranks), kind, words) for (_, kind, _), (ranks, words) in found.items()]
-
-
-def alike(words: str) -> str:
-    """Equal for two errors that differ in numbers only."""
-    return re.sub(r"\d+", "#", words)
-
-
-def cause_line(rank: int, failure: FailureFacts) -> str:
-    """One line of bounded length: which rank failed, and why."""
-    return _sentence(f"rank {rank} ", failure, "" if failure.pid is None else f"pid {failure.pid}")
-
-
-def _sentence(subject: str, failure: FailureFacts, pid: str = "") -> str:
-    start, said, end, detail = _cause_pieces(failure)
+def _sentence(code: int, evidence: Evidence, subject: str = "", pid: str = "") -> str:
+    """One line of bounded length."""
+    start, said, end, detail = _cause_pieces(code, evidence)
     ends = [piece for piece in (end, pid) if piece]
     ending = f" ({', '.join(ends)})" if ends else ""
     start, said, detail = f"{subject}{start}", _one_line(said), _one_line(detail)
@@ -240,81 +83,108 @@ def _sentence(subject: str, failure: FailureFacts, pid: str = "") -> str:
     return f"{start}{escape.cut(said, budget - len(detail))}{ending}{separator}{detail}"
 
 
-def _cause_pieces(failure: FailureFacts) -> tuple[str, str, str, str]:
+def _cause_pieces(code: int, evidence: Evidence) -> tuple[str, str, str, str]:
     """What happened, the worker's own message, the exit status if neither contains it, and a detail."""
-    code, evidence = failure.exitcode, failure.evidence
     if evidence.refusal:
         return "could not be started: ", evidence.refusal, "", ""
     if evidence.hang:
         return "hung: ", evidence.hang, "", ""
     how = (signal_name(code) or f"signal {-code}") if code < 0 else f"exit code {code}"
     detail = evidence.memory or evidence.note
-    if failure.text:
-        return "failed: ", failure.text, how, detail
+    if evidence.message:
+        return "failed: ", evidence.message, how, detail
     if code >= 0:
         return f"exited with code {code}", "", "", detail or last_line(evidence.stderr_tail)
     if code == -Signals.SIGKILL and evidence.memory:
         return "was killed by the kernel for using too much memory", "", how, detail
     if code == -Signals.SIGABRT:  # The C++ exception if there is one, else the last line.
-        exceptions = (line for line in _lines(evidence.stderr_tail) if line.lstrip().startswith("what():"))
+        exceptions = (line for line in lines_of(evidence.stderr_tail) if line.lstrip().startswith("what():"))
         detail = detail or next(exceptions, "") or last_line(evidence.stderr_tail)
     return f"was killed by {how}", "", "", detail or _place(evidence.stack)
 
 
 def _place(stack: str) -> str:
-    """The innermost frame of the thread that died, from the output of faulthandler."""
-    lines = stack[:_SEARCHED_CHARS].split("\n")
-    frames = [re.match(r'\s*File "([^"]*)", line (\d+) in (.*)', line) for line in lines]
-    current = (frame for line, frame in zip(lines, frames[1:], strict=False) if line.startswith("Current thread "))
-    found = next(filter(None, current), None) or next(filter(None, frames), None)
-    return f"in {found[3].strip()}, {found[1]} line {found[2]}" if found else ""
-
-
-def size_text(size: float) -> str:
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"
-
-
-def cut_middle(text: str, limit: int) -> str:
-    """Keep the beginning, which says where it happened, and the end, which says what."""
-    return text if len(text) <= limit else f"{text[: limit // 4]}\n... (cut) ...\n{text[len(text) - limit * 3 // 4 :]}"
+    """The innermost frame of the user's code in the thread that died, else its innermost frame, from the output of
+    faulthandler."""
+    threads = stack[:SEARCHED_CHARS].split("\n\n")
+    threads.sort(key=lambda thread: not thread.startswith("Current thread "))
+    frame = r'^\s*File "([^"]*)", line (\d+) in (.*)'
+    frames = next(filter(None, (re.findall(frame, thread, re.MULTILINE) for thread in threads)), [])
+    library = r".*/((site|dist)-packages|lib(64)?/python3[^/]*)/|<frozen "
+    own = [each for each in frames if not re.match(library, each[0])]
+    path, line, function = next(iter(own or frames), ("", "", ""))
+    return f"in {function.strip()}, {path} line {line}" if path else ""
 
 
 def _one_line(text: str) -> str:
-    text = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text.strip()[:_SEARCHED_CHARS])
+    text = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]", "", text.strip()[:SEARCHED_CHARS])
     return escape.one_line(" ".join(text.split()))
 
 
-def _lines(text: str) -> list[str]:
-    """The lines as a terminal shows them: of a progress bar redrawn in place, only the last state."""
-    return [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
+# Ranks with the same failure.
 
 
-def last_line(text: str) -> str:
-    return next((line for line in reversed(_lines(text)) if line.strip()), "")
+def folded(found: Iterable[Folded]) -> tuple[Folded, ...]:
+    """Those with the same error as one, in the order of the first of each."""
+    ways: dict[tuple[str, str], tuple[set[int], str]] = {}
+    for each in found:
+        ways.setdefault((each.kind, alike(each.words)), (set(), each.words))[0].update(each.ranks)
+    return tuple(Folded(tuple(sorted(ranks)), kind, words) for (kind, _), (ranks, words) in ways.items())
 
 
-def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
-    """`<type>: <message>`, the traceback and the time stamp in whole seconds, of an error file in either layout.
+def as_folded(failure: Failure) -> Folded:
+    return Folded((failure.rank,), failure.kind, failure.words or failure.text)
 
-    Empty or None for what is missing or invalid; long texts are cut. In the flat layout, `{"message": <text>,
-    "timestamp": ...}`, a missing time stamp means 0.
-    """
-    message: Any = data.get("message")
-    text, callstack, stamp = message, None, data.get("timestamp", 0)
-    if isinstance(message, Mapping):
-        extra: Any = message.get("extraInfo")
-        extra = extra if isinstance(extra, Mapping) else {}
-        text, callstack, stamp = message.get("message"), extra.get("py_callstack"), extra.get("timestamp")
-    try:
-        timestamp = int(stamp)
-    except (TypeError, ValueError, OverflowError):
-        timestamp = None
-    text, callstack = text if isinstance(text, str) else "", callstack if isinstance(callstack, str) else ""
-    return cut_middle(text, _MESSAGE_LIMIT_CHARS), cut_middle(callstack, _CALLSTACK_LIMIT_CHARS), timestamp
+
+def alike(words: str) -> str:
+    """Equal for two errors that differ only in numbers such as ports and ranks, and not in how the workers ended."""
+    return re.sub(r"(?<!code )(?<!signal )(?<!\d)\d+", "#", words)
+
+
+def cascade_of(failures: Sequence[Failure]) -> tuple[Folded, ...]:
+    """The failures after the first of all, which stands first."""
+    first, *rest = failures
+    others = [*first.evidence.others, *(each for one in rest for each in (as_folded(one), *one.evidence.others))]
+    unknown = {first.rank, -1}
+    return tuple(
+        Folded(ranks, each.kind, each.words)
+        for each in folded(others)
+        if (ranks := tuple(rank for rank in each.ranks if rank not in unknown))
+    )
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 7`, `ranks 0, 1, 3`; three or more in a row become a range, because a run may have thousands."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
+    return f"rank{plural} {', '.join(words)}"
+
+
+# The block of a failure.
+
+
+def facts_in_words(failure: Failure, time: str) -> dict[str, str]:
+    """The fields that torchrun's report has, too. What is not known is empty."""
+    evidence = failure.evidence
+    local = f" (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else ""
+    # A hung worker did not end by itself, so 0 is not its exit code.
+    code = "none, it hung" if evidence.hang and failure.exitcode == 0 else str(failure.exitcode)
+    pid = f" (pid: {failure.pid})" if failure.pid else ""
+    name = signal_name(failure.exitcode)
+    return {
+        "time": time,
+        "host": failure.node,
+        "rank": f"{failure.rank}{local}" if failure.rank >= 0 else "",
+        "exitcode": f"{code}{pid}{f' ({name})' if name else ''}",
+        "error_file": evidence.error_file,
+        "traceback": evidence.traceback or evidence.message,
+    }
 
 
 def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> str:
@@ -325,7 +195,7 @@ def failure_block(index: int, fields: Mapping[str, str], evidence: Evidence) -> 
 def block_lines(fields: Mapping[str, str], evidence: Evidence) -> list[str]:
     lines = []
     for name, text in fields.items():
-        traceback = without_colours(text).strip("\n") if name == "traceback" else ""
+        traceback = _without_colours(text).strip("\n") if name == "traceback" else ""
         shown = escape.lines(traceback).replace("\n", "\n  ") if traceback else escape.one_line(text)
         lines.append(f"  {name:<10}: {shown}")
     for name, section in (("stack", stack_lines(evidence)), ("stderr", tail_lines(evidence, fields.get("traceback")))):
@@ -339,29 +209,39 @@ def block_lines(fields: Mapping[str, str], evidence: Evidence) -> list[str]:
 
 def stack_lines(evidence: Evidence) -> list[str]:
     """What faulthandler or a stack dump left, not too long. The most recent call is first."""
-    lines = _lines(evidence.stack.strip("\n"))
+    lines = lines_of(evidence.stack.strip("\n"))
     if (hidden := len(lines) - _STACK_LIMIT_LINES) > 0:
         lines[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
     return lines if any(map(str.strip, lines)) else []
 
 
 def tail_lines(evidence: Evidence, traceback: str | None) -> list[str]:
-    """The last lines of stderr, without the traceback that is shown already. A single line is not a traceback but a
-    message."""
-    tail, traceback = (without_colours(text).strip("\n") for text in (evidence.stderr_tail, traceback or ""))
+    """The last lines of stderr, without the traceback that is shown already. torch puts `[rank1]: ` before each line of
+    a traceback. A single line is not a traceback but a message."""
+    tail, traceback = (_without_colours(text).strip("\n") for text in (evidence.stderr_tail, traceback or ""))
+    lines = lines_of(tail)
     if "\n" in traceback:
-        tail = tail.removesuffix(traceback).rstrip("\n")
-    lines = _lines(tail)
+        plain = "\n" + re.sub(r"^\[rank\d+\]: ", "", tail, flags=re.MULTILINE) + "\n"
+        before, found, _ = plain.rpartition(f"\n{traceback}\n")
+        if found:
+            first = before.count("\n")
+            del lines[first : first + traceback.count("\n") + 1]
+        while lines and not lines[-1].strip():
+            lines.pop()
     if (hidden := len(lines) - _STDERR_LIMIT_LINES) > 0:
         lines[:hidden] = [f"... ({hidden} lines before)"]
     return lines if any(map(str.strip, lines)) else []
 
 
-def without_colours(text: str) -> str:
-    return re.sub(_COLOUR, "", text)
+def _without_colours(text: str) -> str:
+    """Without those that a worker on a terminal uses. All other escape sequences are made visible."""
+    return re.sub(r"\x1b\[[0-9;:]*m", "", text)
 
 
-def report(
+# torchrun's layout.
+
+
+def group_text(
     name: str, root: str, others: Sequence[str], unshown: Sequence[int] = (), stopped: str = "", cause: str = ""
 ) -> str:
     """The report of a failed group, from the blocks of its failures. The last line is the cause."""
@@ -377,126 +257,175 @@ def report(
     return "\n".join(["", border, title, rule, middle, *other_lines, rule, heading, root, border, *closing])
 
 
-def stopped_text(stopped: Mapping[int, str]) -> str:
+def by_how(stopped: Mapping[int, str]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The ranks that were stopped in the same way, together."""
+    ways = dict.fromkeys(stopped.values())
+    return tuple((way, tuple(rank for rank, how in stopped.items() if how == way)) for way in ways)
+
+
+def stopped_text(ways: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """`ranks 0, 1, 3 (SIGTERM); rank 2 (SIGKILL)`."""
-    by_how: dict[str, list[int]] = {}
-    for rank, how in stopped.items():
-        by_how.setdefault(how, []).append(rank)
-    return "; ".join(f"{ranks_text(ranks)} ({how})" for how, ranks in by_how.items())
+    return "; ".join(f"{ranks_text(ranks)} ({how})" if how else ranks_text(ranks) for how, ranks in ways)
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """`rank 7`, `ranks 0, 1, 3`; three or more in a row become a range, because a run may have thousands."""
-    runs = _runs(ranks)
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
-    return f"rank{plural} {', '.join(words)}"
+# The report of a run.
 
 
-def _runs(ranks: Iterable[int]) -> list[list[int]]:
-    """The ranks, cut where one is missing."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return runs
+@frozen
+class EarlierRound:
+    """Why a round ended after which the run went on. `is_charged`: it cost a restart."""
+
+    round: int
+    reason: str
+    is_charged: bool
 
 
-def encode_evidence(
-    local_rank: int,
-    pid: int,
-    error_file: str,
-    error: Mapping[str, Any],
-    evidence: Evidence,
-    *,
-    round: int = 0,
-    also: Sequence[Fold] = (),
-) -> str:
-    import json
+@frozen
+class RunReport:
+    """`first` is the cause, `node` the rank of its node, None if that is not known, and `time` its time in words.
+    `cascade` are the failures after the first, in their order. `stopped` are the ranks that did not fail by how they
+    ended; in a run of several nodes, where that is not known of all, there is one entry without a word. `not_again` is
+    why the run was not tried again."""
 
-    message, callstack, timestamp = read_error(error)
-    facts: dict[str, Any] = {"local_rank": local_rank, "pid": pid, "timestamp": timestamp, "round": round}
-    facts |= {
-        "is_waiting": evidence.is_waiting,
-        "also": [[each.kind, each.words, _spans(each.ranks)] for each in also[:_FOLDS_SENT]],
-        "stragglers": [[*fields_of(each).values()] for each in evidence.stragglers[:_STRAGGLERS_SENT]],
+    name: str
+    run_id: str
+    nodes: int
+    first: Failure
+    cause: str
+    node: int | None = None
+    time: str = ""
+    cascade: tuple[Folded, ...] = ()
+    stopped: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    restarts_used: int = 0
+    restarts_allowed: int = 0
+    not_again: str = ""
+    earlier: tuple[EarlierRound, ...] = ()
+    exit_code: int = 1
+
+
+def run_text(report: RunReport) -> str:
+    border, rule = "=" * _WIDTH, "-" * _WIDTH
+    nodes = "1 node" if report.nodes == 1 else f"{report.nodes} nodes"
+    lines = ["", border, f"{escape.one_line(report.name)} FAILED", *_wrapped(f"run {report.run_id}, {nodes}"), rule]
+    lines += ["Root Cause (first observed failure):", *_first_lines(report)]
+    sections = (_cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _where_lines)
+    lines += [line for section in sections for line in section(report)]
+    return "\n".join([*lines, border, f"Cause: {escape.one_line(report.cause)}"])
+
+
+def _first_lines(report: RunReport) -> list[str]:
+    first = report.first
+    facts = facts_in_words(first, report.time)
+    facts["host"] += f" (node {report.node})" if report.node is not None else ""
+    facts["exitcode"] = facts["exitcode"] if _has_exitcode(first) else ""
+    names = ("kind", "time", "host", "rank", "round", "exitcode", "error_file", "traceback")
+    shown = facts | {"kind": first.kind, "round": str(first.round or "")}
+    return block_lines({name: shown[name] for name in names if shown[name]}, first.evidence)
+
+
+def _has_exitcode(first: Failure) -> bool:
+    return not first.evidence.refusal and first.kind != LOST_NODE
+
+
+def _cascade_lines(report: RunReport) -> Iterator[str]:
+    if report.cascade:
+        yield "Other failures, in order:"
+    for fold in report.cascade[:SHOWN_FAILURES_LIMIT]:
+        is_same = (fold.kind, alike(fold.words)) == (report.first.kind, alike(report.first.words))
+        words = "same error" if is_same else escape.cut(fold.words, CAUSE_LINE_LIMIT_CHARS)
+        yield from _wrapped(f"{ranks_text(fold.ranks)}: {words}", "  ")
+    if unshown := report.cascade[SHOWN_FAILURES_LIMIT:]:
+        ranks = [rank for fold in unshown for rank in fold.ranks]
+        yield from _wrapped(f"... and {ranks_text(ranks)}, with other errors", "  ")
+
+
+def _stopped_lines(report: RunReport) -> Iterator[str]:
+    if not report.stopped:
+        return
+    may_have_finished = "" if report.stopped[0][0] else ", or finished before"
+    yield from _wrapped(f"Stopped by holdfast{may_have_finished}: {stopped_text(report.stopped)}")
+
+
+def _straggler_lines(report: RunReport) -> Iterator[str]:
+    """Rates are known of the workers of the node that failed first."""
+    for line in stragglers.words(report.first.evidence.stragglers, f" on {report.first.node}"):
+        yield from _wrapped(line)
+
+
+def _restart_lines(report: RunReport) -> Iterator[str]:
+    used = f"{report.restarts_used} of {report.restarts_allowed} used"
+    yield from _wrapped(f"Restarts: {used}; not restarted: {report.not_again}")
+    for each in report.earlier:
+        cost = "" if each.is_charged else " (not counted)"
+        yield from _wrapped(f"round {each.round} ended{cost}: {escape.cut(each.reason, CAUSE_LINE_LIMIT_CHARS)}", "  ")
+
+
+def _where_lines(report: RunReport) -> Iterator[str]:
+    host = f" (on {report.first.node})" if report.nodes > 1 else ""
+    evidence = report.first.evidence
+    paths = [("Logs", evidence.logs)] if evidence.logs else []
+    for name, path in (*paths, *(("Left behind", each) for each in evidence.left)):
+        yield escape.one_line(f"{name}: {path}{host}")
+
+
+def _wrapped(line: str, indent: str = "") -> Iterator[str]:
+    """The line cut at blanks, so that each piece has at most 80 columns if its words allow that."""
+    piece = indent
+    for word in escape.one_line(line).split(" "):
+        if piece.strip() and len(piece) + len(word) + 1 > _WIDTH:
+            yield piece
+            piece = f"{indent}    "
+        piece += f" {word}" if piece.strip() else word
+    yield piece
+
+
+def run_dict(report: RunReport) -> dict[str, Any]:
+    """For JSON, which escapes by itself, in words that docs/report.md explains."""
+    evidence = report.first.evidence
+    return {
+        "version": VERSION,
+        **{name: getattr(report, name) for name in ("name", "run_id", "nodes", "cause", "exit_code")},
+        "first_failure": _first_dict(report),
+        "cascade": [{"ranks": list(each.ranks), "kind": each.kind, "words": each.words} for each in report.cascade],
+        "stopped": [{"how": how or None, "ranks": list(ranks)} for how, ranks in report.stopped],
+        "stragglers": [fields_of(each) for each in evidence.stragglers],
+        "restarts": {
+            "used": report.restarts_used,
+            "allowed": report.restarts_allowed,
+            "not_again": report.not_again,
+            "earlier_rounds": [fields_of(each) for each in report.earlier],
+        },
+        "logs": evidence.logs or None,
+        "left": list(evidence.left),
     }
-    texts = {"error_file": error_file, "message": message, "callstack": callstack}
-    texts |= {name: getattr(evidence, name) for name in _TEXTS}
-    for limit in (1 << 15, 1 << 13, 1 << 11, 1 << 9, 0):
-        text = json.dumps({**facts, **{name: cut_middle(each, limit) for name, each in texts.items()}})
-        if len(text) <= EVIDENCE_LIMIT_CHARS:
-            return text
-        facts["also"] = []
-    return ""
 
 
-def decode_evidence(text: str) -> SentFailure | None:
-    """None if the text is empty or invalid."""
-    import json
-
-    try:
-        said = json.loads(text) if len(text) <= EVIDENCE_LIMIT_CHARS else None
-    except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
-        return None
-    texts = {name: _plain(said.get(name)) for name in (*_TEXTS, "message", "callstack", "error_file")}
-    numbers = {name: _number(said.get(name)) for name in ("local_rank", "pid", "timestamp", "round")}
-    extra = {"py_callstack": texts["callstack"], "timestamp": str(max(numbers["timestamp"], 0))}
-    error = {"message": {"message": texts["message"], "extraInfo": extra}} if texts["message"] else None
-    slow = tuple(filter(None, map(_straggler, _list(said.get("stragglers"))[:_STRAGGLERS_SENT])))
-    evidence = Evidence(error, **{name: texts[name] for name in _TEXTS}, stragglers=slow,
-                        is_waiting=said.get("is_waiting") is True)  # fmt: skip
-    also = tuple(filter(None, map(_fold, _list(said.get("also"))[:_FOLDS_SENT])))
-    who = numbers["local_rank"], numbers["pid"], texts["error_file"]
-    return SentFailure(*who, evidence, max(0, numbers["round"]), also)
-
-
-def _spans(ranks: Sequence[int]) -> list[list[int]]:
-    """Pairs of the first and the last of ranks in a row."""
-    return [[run[0], run[-1]] for run in _runs(ranks)]
+def _first_dict(report: RunReport) -> dict[str, Any]:
+    first, evidence = report.first, report.first.evidence
+    is_worker = first.rank >= 0
+    traceback = evidence.traceback or evidence.message
+    return {
+        "kind": first.kind,
+        "host": first.node,
+        "words": first.words,
+        "node": report.node,
+        "rank": first.rank if is_worker else None,
+        "local_rank": first.local_rank if first.local_rank >= 0 else None,
+        "pid": first.pid or None,
+        "round": first.round or None,
+        "exitcode": first.exitcode if _has_exitcode(first) else None,
+        "time": report.time,
+        "error_file": evidence.error_file or (NOT_AVAILABLE if is_worker else ""),
+        "traceback": traceback,
+        "stack": stack_lines(evidence),
+        "stderr": tail_lines(evidence, traceback),
+        **{name: getattr(evidence, name) for name in ("memory", "hang", "note", "refusal")},
+    }
 
 
-def _fold(sent: object) -> Fold | None:
-    match sent:
-        case [str(kind), str(words), list(spans)] if ranks := _ranks_in(spans):
-            return Fold(
-                ranks, _one_line(kind)[:_KIND_LIMIT_CHARS], escape.cut(_one_line(words), CAUSE_LINE_LIMIT_CHARS)
-            )
-    return None
-
-
-def _straggler(sent: object) -> Straggler | None:
-    match sent:
-        case [int(rank), int() | float() as per_s, int() | float() as median, str(unit), int(compared)] if (
-            unit in (STEPS, LINES) and 0 <= rank < _NUMBER_LIMIT and 0 <= per_s < median < _NUMBER_LIMIT > compared
-        ):
-            return Straggler(rank, per_s, median, unit, compared)
-    return None
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _ranks_in(spans: list[object]) -> tuple[int, ...]:
-    """Empty if they are not pairs of ranks, or too many ranks."""
-    ranks: list[int] = []
-    for span in spans:
-        match span:
-            case [int(first), int(last)] if 0 <= first <= last < first + _RANKS_LIMIT - len(ranks):
-                ranks += range(first, last + 1)
-            case _:
-                return ()
-    return tuple(ranks)
-
-
-def _plain(value: object) -> str:
-    return escape.lines(without_colours(value)) if isinstance(value, str) else ""
-
-
-def _number(value: object) -> int:
-    return value if isinstance(value, int) and abs(value) < _NUMBER_LIMIT else -1
+def size_text(size: float) -> str:
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"

@@ -42,11 +42,7 @@ class GroupProgress:
 
     def of(self, local_rank: int) -> tuple[float | None, int | None]:
         """When that worker last called `holdfast.progress` (monotonic), and its step. Any thread may ask."""
-        board = self._board
-        try:
-            return board.read(local_rank) if board is not None else (None, None)
-        except ValueError:  # Closed at this moment.
-            return None, None
+        return self._board.read(local_rank) if self._board is not None else (None, None)
 
     def calls(self) -> dict[int, tuple[float, int | None]]:
         """Local rank -> time and step, of the workers that have called it."""
@@ -55,14 +51,10 @@ class GroupProgress:
 
     def slowest(self) -> tuple[int, int | None] | None:
         """The lowest step that a worker has reported, and of how many. Any thread may ask."""
-        board = self._board
-        try:
-            places = [] if board is None else [(board.read(rank)[1], board.total(rank)) for rank in range(self._count)]
-        except ValueError:  # Closed at this moment.
-            return None
-        return min(
-            ((step, total) for step, total in places if step is not None), key=lambda each: each[0], default=None
-        )
+        board, ranks = self._board, range(self._count)
+        places = [] if board is None else [(board.read(rank)[1], board.total(rank)) for rank in ranks]
+        known = [(step, total) for step, total in places if step is not None]
+        return min(known, key=lambda each: each[0], default=None)
 
     def next_deadline(self) -> float:
         """When to look next."""
@@ -101,6 +93,5 @@ class GroupProgress:
         return (track if track is not None and track.unit == unit else Track(unit)).added(at, count)
 
     def close(self) -> None:
-        board, self._board = self._board, None
-        if board is not None:
-            board.close()
+        if self._board is not None:
+            self._board.close()

@@ -20,9 +20,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any, TypeVar
 
 from holdfast import escape, procfs
 from holdfast.errors import HostError
@@ -81,10 +81,8 @@ def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S
 # py-spy.
 
 
-def dump_with_py_spy(pid: int, timeout_s: float = DUMP_TIMEOUT_S) -> str:
+def dump_with_py_spy(pid: int, timeout_s: float) -> str:
     """The Python stacks of a process as text, by py-spy."""
-    if pid <= 0:
-        raise HostError("there is no such process")
     until_s = time.monotonic() + timeout_s
     try:
         return _run_py_spy(pid, [], timeout_s / 2)
@@ -242,39 +240,37 @@ def _await_text(fd: int, start: int, until_s: float) -> str:
 # Several processes.
 
 
-class Dumps(Generic[T]):
-    """Dumps of several processes, in threads that need not be waited for."""
+def dump_all(
+    pids: Collection[int],
+    dump: Callable[[int], T],
+    timeout_s: float,
+    wake: Callable[[], object],
+    wait: Callable[[float], bool],
+) -> Iterator[tuple[int, T | Exception]]:
+    """The dump of each process, or the reason why there is none, as they come. Threads that need not be waited for take
+    them, and call `wake` after each. `wait(left_s)` waits for that; False gives up those that are not there yet."""
+    todo, done = deque(pids), deque[tuple[int, T | Exception]]()
 
-    def __init__(self, pids: Iterable[int], dump: Callable[[int], T], on_each: Callable[[], object]) -> None:
-        self._pids = list(pids)
-        self._dump = dump
-        self._on_each = on_each
-        self._todo = deque(self._pids)
-        self._found: dict[int, T | Exception] = {}
-        for _ in range(min(len(self._pids), _PARALLEL_DUMPS)):
-            threading.Thread(target=self._work, name="holdfast-stacks", daemon=True).start()
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                pid = todo.popleft()
+                try:
+                    done.append((pid, dump(pid)))
+                except Exception as error:
+                    done.append((pid, error))
+                wake()
 
-    def are_complete(self) -> bool:
-        return len(self._found) == len(self._pids)
-
-    def found(self) -> dict[int, T | Exception]:
-        """Those that are there by now."""
-        return dict(self._found)
-
-    def finish(self) -> dict[int, T | Exception]:
-        """The dumps that are complete now, or why there is none. Those that have not begun are cancelled."""
-        self._todo.clear()
-        late = HostError("the dump did not finish in time")
-        return {pid: self._found.get(pid, late) for pid in self._pids}
-
-    def _work(self) -> None:
-        while self._todo:
-            try:
-                pid = self._todo.popleft()
-            except IndexError:
-                return
-            try:
-                self._found[pid] = self._dump(pid)
-            except Exception as error:
-                self._found[pid] = error
-            self._on_each()
+    for _ in range(min(len(pids), _PARALLEL_DUMPS)):
+        threading.Thread(target=work, name="holdfast-stacks", daemon=True).start()
+    missing, until_s = set(pids), time.monotonic() + timeout_s
+    is_over = False
+    while missing and not is_over:
+        left_s = until_s - time.monotonic()
+        is_over = left_s <= 0 or not wait(left_s)
+        while done:
+            pid, found = done.popleft()
+            missing.discard(pid)
+            yield pid, found
+    todo.clear()
+    yield from ((pid, HostError("the dump did not finish in time")) for pid in missing)

@@ -13,11 +13,11 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from holdfast import escape, loop, procfs, signals
-from holdfast.hangs import compare, policy, stacks
+from holdfast.hangs import EXAMINATION_LIMIT_S, compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
 from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
 from holdfast.hangs.progress import GroupProgress
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = Logger(__name__)
 
-# All stacks of a group, native frames included, usually take a second or two.
-EXAMINATION_LIMIT_S = 20.0
 _ONE_DUMP_S = 10.0
 _CHILDREN_LIMIT = 16
 
@@ -61,7 +59,7 @@ class HangWatch:
     def __init__(self, policy: HangPolicy, progress: GroupProgress) -> None:
         self._policy = policy
         self._machine: HangMachine | None = None
-        self.output = self._output = OutputWatch(policy.pattern)
+        self.output = OutputWatch(policy.pattern)
         self._progress = progress
         has_timeout = policy.hang_timeout_s is not None or policy.start_timeout_s is not None
         self._meter = UsageMeter(policy.chosen if has_timeout else ())
@@ -71,7 +69,7 @@ class HangWatch:
 
     def begin(self) -> None:
         now = self._usage_at = time.monotonic()
-        is_sampled = bool(self._meter.counters) or self._output.is_sampled
+        is_sampled = bool(self._meter.counters) or self.output.is_sampled
         self._machine = HangMachine(self._policy, now, is_sampled=is_sampled)
 
     def end(self) -> None:
@@ -88,7 +86,7 @@ class HangWatch:
             return None
         try:
             movements = self._movements(running, now, has_dumped=is_again)
-            found = self._machine.step(movements, now, is_again=is_again, is_blind=self._output.is_blind)
+            found = self._machine.step(movements, now, is_again=is_again, is_blind=self.output.is_blind)
         except Exception as error:
             logger.warning("hangs are not watched for any more: %s: %s", type(error).__name__, error)
             self._machine = None
@@ -98,14 +96,14 @@ class HangWatch:
         return next((each for each in found if isinstance(each, Verdict)), None)
 
     def _movements(self, running: Mapping[int, int], now: float, *, has_dumped: bool) -> dict[Signal, float]:
-        self._output.look(now)
+        self.output.look(now)
         self._read_usage(running.values(), now, has_dumped)
-        matched_at = self._output.matched_at()
-        if matched_at is not None and self._output.has_given_up:
+        matched_at = self.output.matched_at()
+        if matched_at is not None and self.output.has_given_up:
             matched_at = now  # Lines are not searched any more, so their absence must not break a bound.
         called_at = [at for rank in running if (at := self._progress.of(rank)[0]) is not None]
         found = {
-            Signal.OUTPUT: self._output.moved_at(running),
+            Signal.OUTPUT: self.output.moved_at(running),
             Signal.PATTERN: matched_at,
             Signal.PROGRESS: max(called_at, default=None),
             **self._counters_moved_at,
@@ -121,14 +119,10 @@ class HangWatch:
                 logger.warning("the %s counters of worker %d cannot be read, so they count as moving", signal, leader)
         self._usage_at = now
 
-    def progress_of(self, local_rank: int) -> tuple[float | None, int | None]:
-        """When that worker last called `holdfast.progress` (monotonic), and its step. Any thread may ask."""
-        return self._progress.of(local_rank)
-
-    def quiet_s(self, local_rank: int) -> float | None:
-        """For how long that worker has written nothing."""
-        written_at = self._output.moved_at([local_rank])
-        return None if written_at is None else time.monotonic() - written_at
+    def known_of(self, local_rank: int) -> tuple[float | None, int | None]:
+        """For how long that worker has written nothing, and its step."""
+        written_at = self.output.moved_at([local_rank])
+        return None if written_at is None else time.monotonic() - written_at, self._progress.of(local_rank)[1]
 
 
 def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = None, *, native: bool = True) -> Picture:
@@ -139,20 +133,24 @@ def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = No
     for local_rank, (rank, pid) in workers.items():
         # Of the descendants, only Python processes have stacks to show.
         others = tuple(found[each] for each in trees[pid] if found[each].threads)
-        known = (watch.quiet_s(local_rank), watch.progress_of(local_rank)[1]) if watch is not None else (None, None)
+        known = watch.known_of(local_rank) if watch is not None else ()
         looks.append(WorkerLook(rank, found[pid], others, *known))
     return compare.picture(looks)
 
 
-def _look_at_all(pids: Iterable[int], native: bool) -> dict[int, Look]:
+def _look_at_all(pids: Collection[int], native: bool) -> dict[int, Look]:
     wakeup = loop.Wakeup()
-    until = time.monotonic() + EXAMINATION_LIMIT_S
-    dumps = stacks.Dumps(pids, lambda pid: stacks.look_at(pid, native=native, timeout_s=_ONE_DUMP_S), wakeup.wake)
-    while not dumps.are_complete() and not signals.inbox().has_pending and (left_s := until - time.monotonic()) > 0:
+
+    def wait(left_s: float) -> bool:
         loop.wait_readable([wakeup.fileno()], left_s)
         wakeup.clear()
+        return not signals.inbox().has_pending
+
+    def look_at(pid: int) -> Look:
+        return stacks.look_at(pid, native=native, timeout_s=_ONE_DUMP_S)
+
+    found = list(stacks.dump_all(pids, look_at, EXAMINATION_LIMIT_S, wakeup.wake, wait))
     wakeup.close()
-    found = dumps.finish().items()
     return {pid: each if isinstance(each, Look) else Look(pid, trouble=str(each)) for pid, each in found}
 
 

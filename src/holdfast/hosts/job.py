@@ -1,7 +1,8 @@
 """One job as data, `JobSpec`: what an engine starts on each of its nodes, whichever engine it is. Pure.
 
-An engine starts one agent a node, always by the same command: `python -m holdfast run OPTIONS PROGRAM`. `OPTIONS` are
-the user's, and those by which the engine says where this node meets the others.
+An engine starts one agent a node, always by the same command: `python -P -m holdfast run OPTIONS PROGRAM`. `OPTIONS`
+are the user's, and those by which the engine says where this node meets the others. With `-P` the agent does not import
+stray modules of the working directory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ class JobSpec:
         return f"{self.min_nodes}" if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
     def agent_command(self, *engine_options: str) -> list[str]:
-        """The command line of one agent. What the engine says comes last, so that it wins."""
+        return [*self.holdfast, *self.agent_arguments(*engine_options)]
+
+    @property
+    def holdfast(self) -> list[str]:
+        """The `holdfast` command of the nodes."""
+        return [self.python, "-P", "-m", "holdfast"]
+
+    def agent_arguments(self, *engine_options: str) -> list[str]:
+        """The arguments of `holdfast` for one agent. What the engine says comes last, so that it wins."""
         nproc = [f"--nproc-per-node={self.nproc_per_node}"] if self.nproc_per_node else []
         own = [f"--nnodes={self.nnodes}", f"--rdzv-id={self.run_id}", *nproc, *self.options, *engine_options]
-        return [self.python, "-m", "holdfast", "run", *own, "--", *self.program]
+        return ["run", *own, "--", *self.program]

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.errors import UserError
+from holdfast.errors import RUN_CLOSED, UserError
 from holdfast.frozen import changed
 from holdfast.hosts.engines import Engine, EngineOption
 from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
@@ -265,7 +265,7 @@ def _pod_failure_rules() -> list[Tree]:
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     return [
         {"action": "Ignore", "onPodConditions": [disrupted]},
-        on_exit("FailJob", 2, 93),
+        on_exit("FailJob", 2, 93, RUN_CLOSED),
         on_exit("Ignore", 143),
         on_exit("FailIndex", 1),
     ]
@@ -293,8 +293,8 @@ def _container(name: str, job: JobSpec, settings: Mapping[str, Any]) -> Tree:
         "name": _NODE,
         "image": settings["image"],
         **({"workingDir": directory} if directory else {}),
-        "command": command[:4],  # The first process of the pod is the agent, so it gets the pod's SIGTERM.
-        "args": command[4:],
+        "command": command[:5],  # The first process of the pod is the agent, so it gets the pod's SIGTERM.
+        "args": command[5:],
         "env": _environment(job, settings),
         "ports": [
             {"name": "rendezvous", "containerPort": settings["port"]},
@@ -338,6 +338,7 @@ def _environment(job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
     variables = [
         from_pod("HOLDFAST_JOB_UID", "metadata.labels['batch.kubernetes.io/controller-uid']"),
         from_pod("POD_IP", "status.podIP"),
+        from_pod("HOLDFAST_HOST_NAME", "spec.nodeName"),  # A machine that is lost repeatedly has to wait.
         *({"name": name, "value": _literal(value)} for name, value in job.environment),
     ]
     if settings["secret"]:

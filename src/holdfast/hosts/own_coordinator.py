@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from holdfast.hosts.job import JobSpec
 from holdfast.log import Logger
-from holdfast.rendezvous import endpoints
+from holdfast.rendezvous import endpoints, settings
 
 logger = Logger(__name__)
 
@@ -36,7 +36,8 @@ class OwnCoordinator:
         self._memory = tempfile.mkdtemp(prefix="holdfast-")
         self._command = [
             *(sys.executable, "-P", "-m", "holdfast.hosts.owned", str(_GRACE_S), self._memory),
-            *(sys.executable, "-P", "-m", "holdfast", "coordinator", "--listen", self.endpoint, *secret_options(job)),
+            *(sys.executable, "-P", "-m", "holdfast", "coordinator", "--listen", self.endpoint),
+            *("--rdzv-id", job.run_id, *secret_options(job)),
         ]
         self._environment = {**os.environ, "HOLDFAST_TOKEN": token, "XDG_RUNTIME_DIR": self._memory}
         self._wake, self._starts = wake, 0
@@ -88,7 +89,7 @@ class OwnCoordinator:
 
 def secret_options(job: JobSpec) -> list[str]:
     """The options about tokens and TLS, for the coordinator: it speaks as the agents do."""
-    config = endpoints.parse_rendezvous_config(rdzv_conf(job))
+    config = settings.parse_rendezvous_config(rdzv_conf(job))
     given = [option for option in job.options if option.partition("=")[0] in _SECRETS]
     in_config = [option for option in _SECRETS if option[2:].replace("-", "_") in config]
     return [*given, *(f"{option}={config[option[2:].replace('-', '_')]}" for option in in_config)]

@@ -18,7 +18,8 @@ The phases of the job:
 
 Cases:
 
-    an agent ends with a report         that is the outcome of the run, the same on every node
+    an agent ends with a report         that is the outcome of the run, the same on every node. So is the exit code of a
+                                        run that was closed (`RUN_CLOSED`).
     an agent ends with 0                so do the others, as a rule within a moment. An agent that is still there has
                                         workers for which the first did not wait any longer
                                         (`--exit-barrier-timeout`). If it fails, so has the job.
@@ -36,6 +37,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
+from holdfast.errors import RUN_CLOSED
 from holdfast.frozen import frozen
 
 _MOST_STARTS = 3  # Of one node, if its agents are killed or lost.
@@ -227,7 +229,7 @@ class Placement:
                 killed = f"{agent.node.name}: the agent was killed" if ended.code == _KILLED else ""
                 self._fail_late(Outcome(ended.code, ended.report, error=killed), now)
             return
-        if ended.code == 0 or ended.report:
+        if ended.code in (0, RUN_CLOSED) or ended.report:
             self.outcome, self.phase = Outcome(ended.code, ended.report), Phase.ENDING
             if ended.code == 0:
                 self._succeeded_at = now

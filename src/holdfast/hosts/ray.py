@@ -38,7 +38,6 @@ import io
 import logging
 import os
 import queue
-import secrets
 import signal
 import socket
 import sys
@@ -74,6 +73,7 @@ from holdfast.hosts.placement import (
 )
 from holdfast.hosts.ray_actor import NodeAgent, Order
 from holdfast.log import Logger
+from holdfast.rendezvous.membership import keys
 
 logger = Logger(__name__)
 
@@ -211,7 +211,7 @@ class _Run:
 
         self._ray: Any = ray
         self._job, self._settings = job, settings
-        self._token = os.environ.get("HOLDFAST_TOKEN") or secrets.token_hex(32)
+        self._token = os.environ.get("HOLDFAST_TOKEN") or keys.made_token(os.urandom(32))
         self._wakeup, self._news = loop.Wakeup(), queue.SimpleQueue[Callable[[], Event | None]]()
         self._machine = Placement(job.min_nodes, job.max_nodes, job.join_timeout_s, job.grace_s, time.monotonic())
         self._addresses: dict[str, str] = {}

@@ -21,8 +21,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
-from holdfast import loop, signals, stdio
+from holdfast import escape, loop, signals, stdio
 from holdfast.errors import HostError, UserError
+from holdfast.frozen import frozen
 from holdfast.hosts.engines import Engine, EngineOption
 from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
 from holdfast.hosts.node_output import ConsoleThread
@@ -68,7 +69,7 @@ class Slurm(Engine):
             done = _ask("sbatch", "--parsable", text=script)
             if done.returncode:
                 raise _refusal(done.stderr)
-            stdio.write(sys.stdout, f"{done.stdout.strip().partition(';')[0]}\n", may_drop=False)
+            stdio.write(sys.stdout, f"{done.stdout.strip()}\n", may_drop=False)
             return 0
         return _Submission(script, job.run_id).wait()
 
@@ -109,19 +110,28 @@ def _directives(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _directive(name: str, value: str) -> str:
-    if "\n" in value or '"' in value:
-        raise UserError(f"a value for {name} of sbatch contains a quote or the end of a line: {value!r}")
+    text = f"{name}={value}" if value else name
+    if escape.one_line(text) != text or '"' in text:
+        raise UserError(f"an option of sbatch contains a quote or a control character: {text!r}")
     if not value:
         return name
     return f'{name}="{value}"' if re.search(r"[\s#'\\]", value) else f"{name}={value}"
 
 
+def _quoted(word: str) -> str:
+    """As one word for bash. Control characters are written so that the script can be shown as it is."""
+    if escape.lines(word) == word:
+        return shlex.quote(word)
+    octets = (chr(each) if chr(each).isalnum() and each < 0x80 else f"\\x{each:02x}" for each in os.fsencode(word))
+    return f"$'{''.join(octets)}'"
+
+
 def _body(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[str]:
     given = {option.partition("=")[0] for option in job.options}
-    python = shlex.quote(job.python)
+    holdfast = " ".join(map(_quoted, job.holdfast))
     yield ""
-    yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment)
-    yield f"run_id={shlex.quote(job.run_id)}"
+    yield from (f"export {name}={_quoted(value)}" for name, value in job.environment)
+    yield f"run_id={_quoted(job.run_id)}"
     yield "# A job that was put back into the queue is a new run."
     yield '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || run_id="$run_id-requeue$SLURM_RESTART_COUNT"'
     yield ""
@@ -132,20 +142,23 @@ def _body(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield "# A secret that keeps others out of the run, if all nodes can read this directory."
         yield 'if [ -z "${HOLDFAST_TOKEN:-}" ]; then'
-        yield '    token="$PWD/.holdfast-token-$SLURM_JOB_ID"'
-        yield """    trap 'rm -f "$token"' EXIT"""
-        yield f'    if (umask 077 && {python} -m holdfast token > "$token") && srun test -r "$token"; then'
-        yield '        export PET_TOKEN_FILE="$token"'
+        yield '    if private=$(mktemp -d "$PWD/.holdfast-XXXXXXXXXX"); then'
+        yield """        trap 'rm -rf "$private"' EXIT"""
+        yield '        token="$private/token"'
+        yield f'        (umask 077 && set -C && {holdfast} token > "$token")'
+        yield '        if [ -s "$token" ] && srun test -r "$token"; then'
+        yield '            export PET_TOKEN_FILE="$token"'
+        yield "        fi"
         yield "    fi 2> /dev/null"
         yield "fi"
-    cpus = f" --cpus-per-task={shlex.quote(settings['cpus_per_node'])}" if settings["cpus_per_node"] else ""
+    cpus = f" --cpus-per-task={_quoted(settings['cpus_per_node'])}" if settings["cpus_per_node"] else ""
     own = {f"--rdzv-id={job.run_id}": '"--rdzv-id=$run_id"'}
     wait, patience = "", []
     if job.min_nodes == job.max_nodes and "--exit-barrier-timeout" not in given:
         # A run of a fixed size cannot go on without one of its agents, and Slurm starts no other. It does not ask how
         # an agent has ended, so those that have succeeded must wait for the others.
         wait, patience = f" --wait={_LAST_AGENTS_S}", [LONG_EXIT_BARRIER]
-    words = [own.get(word) or shlex.quote(word) for word in job.agent_command(*patience)]
+    words = [own.get(word) or _quoted(word) for word in job.agent_command(*patience)]
     yield ""
     yield f"srun --ntasks-per-node=1{wait}{cpus} {' '.join(words)} &"
     yield "agents=$!"
@@ -192,6 +205,31 @@ class _Output(ConsoleThread):
         self.join()
 
 
+@frozen
+class _SlurmJob:
+    """`cluster` is empty for the cluster that Slurm's commands ask by default. Each cluster has its own numbers."""
+
+    number: str
+    cluster: str
+
+    def __str__(self) -> str:
+        return f"{self.number} of cluster {self.cluster}" if self.cluster else self.number
+
+    @property
+    def words(self) -> list[str]:
+        """For a command of Slurm."""
+        return [*([f"--clusters={self.cluster}"] if self.cluster else []), self.number]
+
+    def facts(self) -> dict[str, str]:
+        """What Slurm knows of the job, by its own names; nothing if it does not answer or has forgotten the job."""
+        *where, number = self.words
+        try:
+            lines = _ask("scontrol", *where, "show", "job", number).stdout.splitlines()
+        except HostError:
+            return {}
+        return {name: value for line in lines for name, value in re.findall(r"(\w+)=(.*?)(?=\s+\S+?=|\s*$)", line)}
+
+
 class _Submission:
     """One job from its submission to its end. Signals are noted in the inbox, and handled between two looks."""
 
@@ -203,14 +241,14 @@ class _Submission:
         self._sbatch = subprocess.Popen(["sbatch", "--wait", "--parsable"], start_new_session=True, **pipes)
         self._watch = os.pidfd_open(self._sbatch.pid)
         try:
-            self.job_id = self._submit(script)
-            self._path = _facts(self.job_id).get("StdOut", "")
+            self._job = self._submit(script)
+            self._path = self._job.facts().get("StdOut", "")
         except BaseException:
             self._end_sbatch()
             raise
-        log.info("submitted as Slurm job %s, run %r; its output goes to %s", self.job_id, run_id, self._path)
+        log.info("submitted as Slurm job %s, run %r; its output goes to %s", self._job, run_id, self._path)
 
-    def _submit(self, script: str) -> str:
+    def _submit(self, script: str) -> _SlurmJob:
         """sbatch prints the id and then waits. A controller that is down makes it try for a while. A signal waits for
         the id, too, within limits: the job that sbatch submits at this moment has to be cancelled by its id."""
         into, out, box = self._sbatch.stdin, self._sbatch.stdout, signals.inbox()
@@ -230,11 +268,11 @@ class _Submission:
                 ends_at = min(ends_at, time.monotonic() + _LAST_ANSWER_S)
             if time.monotonic() >= ends_at or box.wants_haste:
                 box.raise_pending()
-        job_id: str = out.readline().strip().partition(";")[0]
-        if not job_id:
+        number, _, cluster = out.readline().strip().partition(";")
+        if not number:
             _, problem = self._sbatch.communicate(timeout=_ANSWER_TIMEOUT_S)
             raise _refusal(problem)
-        return job_id
+        return _SlurmJob(number, cluster)
 
     def wait(self) -> int:
         """The job's exit code, when it has ended."""
@@ -262,7 +300,7 @@ class _Submission:
                 self._sbatch.kill()
         # The job's processes may end a moment after sbatch has noticed.
         ends = time.monotonic() + _ANSWER_TIMEOUT_S
-        while (facts := _facts(self.job_id)).get("JobState") == "COMPLETING" and time.monotonic() < ends:
+        while (facts := self._job.facts()).get("JobState") == "COMPLETING" and time.monotonic() < ends:
             loop.wait_readable([], _LOOK_AGAIN_S)
             if box.has_pending and self._stopped_by is not None:
                 break
@@ -274,11 +312,11 @@ class _Submission:
         self._next_question = time.monotonic() + (_LOOK_AGAIN_S if self._stopped_by else _QUEUE_LOOK_AGAIN_S)
         if self._stopped_by is None and self._output.is_found:
             return False
-        facts = _facts(self.job_id)
+        facts = self._job.facts()
         state, reason = facts.get("JobState", ""), facts.get("Reason", "None")
         if state == "PENDING" and reason not in ("None", self._reason):
             self._reason = reason
-            log.info("Slurm job %s waits in the queue: %s", self.job_id, reason)
+            log.info("Slurm job %s waits in the queue: %s", self._job, reason)
         return self._stopped_by is not None and state not in _GOING_ON
 
     def _is_enough(self, number: signal.Signals) -> bool:
@@ -287,8 +325,8 @@ class _Submission:
         if not is_first:
             return True
         self._next_question = time.monotonic() + _LOOK_AGAIN_S
-        log.warning("got %s, cancelling Slurm job %s", number.name, self.job_id)
-        done = _ask("scancel", self.job_id)
+        log.warning("got %s, cancelling Slurm job %s", number.name, self._job)
+        done = _ask("scancel", *self._job.words)
         if done.returncode:
             log.error("cannot cancel it: %s", _last_line(done.stderr))
         return bool(done.returncode)
@@ -297,29 +335,20 @@ class _Submission:
         state = facts.get("JobState", "")
         if self._stopped_by is not None:
             if state and state not in _GOING_ON:
-                log.warning("Slurm job %s ended as %s", self.job_id, state)
+                log.warning("Slurm job %s ended as %s", self._job, state)
             return 128 + self._stopped_by
         if self._sbatch.returncode < 0 and (not state or state in _GOING_ON):
-            way_out = f"if the job goes on, `scancel {self.job_id}` ends it"
-            raise HostError(f"sbatch, which waits for the end of Slurm job {self.job_id}, was killed; {way_out}")
+            way_out = f"if the job goes on, `scancel {' '.join(self._job.words)}` ends it"
+            raise HostError(f"sbatch, which waits for the end of Slurm job {self._job}, was killed; {way_out}")
         if not self._output.is_found:
             log.warning("the job's output file %s cannot be read from here", self._path)
         code, _, number = facts.get("ExitCode", f"{self._sbatch.returncode}:0").partition(":")
         if state not in ("COMPLETED", "FAILED", ""):
-            log.warning("Slurm job %s ended as %s", self.job_id, state)
+            log.warning("Slurm job %s ended as %s", self._job, state)
         if int(code) or state in ("COMPLETED", ""):
             return int(code)
         is_stopped = state in ("CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE")
         return 128 + (int(number) or signal.SIGTERM) if is_stopped else 1
-
-
-def _facts(job_id: str) -> dict[str, str]:
-    """What Slurm knows of the job, by its own names; nothing if it does not answer or has forgotten the job."""
-    try:
-        lines = _ask("scontrol", "show", "job", job_id).stdout.splitlines()
-    except HostError:
-        return {}
-    return {name: value for line in lines for name, value in re.findall(r"(\w+)=(.*?)(?=\s+\S+?=|\s*$)", line)}
 
 
 def _ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:

@@ -4,8 +4,9 @@ In the worker, `record` catches the exception of a main function and writes it a
 `TORCHELASTIC_ERROR_FILE`. Workers that holdfast starts through its own bootstrap write that file without a decorator;
 `record` is for Python that is started by other means, and for code that already uses it.
 
-In the launcher, `ProcessFailure` is one dead worker with its evidence, and `ChildFailedError` is all of them together,
-with the cause. The files of a dying worker may be half written or foreign; nothing here raises because of that.
+In the launcher, `ProcessFailure` and `ChildFailedError` show failures (`failures/records.py`) under the names that
+users of torchelastic know. The files of a dying worker may be half written or foreign; nothing here raises because of
+that.
 """
 
 from __future__ import annotations
@@ -13,25 +14,26 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from holdfast import escape
-from holdfast.failures import report
-from holdfast.failures.report import NOT_AVAILABLE, Evidence, FailureFacts, Fold, SentFailure
+from holdfast.failures import cause, report
+from holdfast.failures.records import Evidence, Failure
+from holdfast.failures.report import NOT_AVAILABLE, RunReport
 from holdfast.frozen import changed, dataclass, field
 from holdfast.log import Logger
-
-if TYPE_CHECKING:
-    from holdfast.failures.run_report import RunReport
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 _NO_MESSAGE = "<NONE>"
-_NOT_SOUGHT = Evidence()
+_UNKNOWN = Failure()
 _ERROR_FILE_LIMIT_BYTES = 1 << 20
+_MESSAGE_LIMIT_CHARS = 1 << 16
+_CALLSTACK_LIMIT_CHARS = 1 << 18
+_LATEST_S = 253_402_300_800  # The year 10000: no time stamp of a worker.
 
 logger = Logger(__name__)
 # A failure is described before its group is stopped, and again when the evidence is complete.
@@ -43,7 +45,7 @@ R = TypeVar("R")
 
 @dataclass
 class ProcessFailure:
-    """One failed worker: which one, how it ended, and its evidence.
+    """One failed worker, as users know it. `failure` has all that is known of it, that of its error file included.
 
     `message` is the `message` of the error file (text, or the nested layout that `record` writes), else it is made from
     the evidence, else from the exit code. `timestamp` is in whole seconds, from the error file if there is one, else
@@ -54,29 +56,23 @@ class ProcessFailure:
     pid: int
     exitcode: int
     error_file: str
-    evidence: Evidence = _NOT_SOUGHT
-    order: int | None = None  # The position in which the spawner reaped this failure.
-    node: str = ""  # The host, if that is another node. The error file is there, too.
+    failure: Failure = _UNKNOWN  # With a node if that is another one; the error file is there, too.
     error_file_data: dict[str, Any] = field(init=False)
     message: str | dict[str, Any] = field(init=False)
     timestamp: int = field(init=False)
+    is_elsewhere: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # The hint about decorators is for failures of which only the exit code is known.
-        is_hint_due, hang = self.evidence is _NOT_SOUGHT, self.evidence.hang
-        self.timestamp = int(time.time())
-        data = None if hang or self.node else self._read_error_file()
-        if data is None and (hang or not self.node or not self.error_file):
-            self.error_file = NOT_AVAILABLE
-        evidence = self.evidence
-        if hang:  # An error from the time when the worker was stopped is not the cause.
-            data = {"message": {"message": f"hung: {hang}", "extraInfo": {"timestamp": str(self.timestamp)}}}
-        elif data is None and evidence.error is not None and _has_message(evidence.error):
-            data = dict(evidence.error)
+        is_sought, self.is_elsewhere = self.failure is not _UNKNOWN, bool(self.failure.node)
+        data = None if self.is_elsewhere else self._complete_facts()
+        self.timestamp, evidence = self.failure.timestamp, self.evidence
+        self.error_file = evidence.error_file or NOT_AVAILABLE
+        if data is None and (evidence.hang or evidence.message):
+            extra = {"py_callstack": evidence.traceback} if evidence.traceback else {}
+            text = f"hung: {evidence.hang}" if evidence.hang else evidence.message
+            data = {"message": {"message": text, "extraInfo": {**extra, "timestamp": str(self.timestamp)}}}
         if data is not None:
             self.error_file_data, self.message = data, data["message"]
-            _, _, timestamp = report.read_error(data)
-            self.timestamp = self.timestamp if timestamp is None else timestamp
             return
         self.error_file_data = {"message": _NO_MESSAGE}
         if self.exitcode < 0:
@@ -84,58 +80,101 @@ class ProcessFailure:
             self.message = f"{ended}: {evidence.memory}" if evidence.memory else ended
             return
         self.error_file_data["errorTraits"] = {"category": "system_terminated_error", "retryability": "False"}
-        silent = TRACEBACK_HINT if is_hint_due else f"exited with code {self.exitcode} and no error message"
-        self.message = evidence.memory or report.last_line(evidence.stderr_tail).strip() or silent
+        # The hint about decorators is for failures of which only the exit code is known.
+        silent = f"exited with code {self.exitcode} and no error message" if is_sought else TRACEBACK_HINT
+        silent = self.failure.text if self.is_elsewhere else silent
+        self.message = evidence.memory or cause.last_line(evidence.stderr_tail).strip() or silent
 
-    @classmethod
-    def on_another_node(cls, node: str, exitcode: int, text: str, sent: str) -> ProcessFailure:
-        """A failure that another node has sent; `text` is its cause line, for a node that sent no more than that."""
-        note = f"node {node} did not send its evidence of this failure"
-        known_by_text = SentFailure(-1, 0, "", Evidence(error={"message": {"message": text}}, note=note))
-        far = report.decode_evidence(sent) or known_by_text
-        return cls(far.local_rank, far.pid, exitcode, far.error_file, far.evidence, node=node)
+    def _complete_facts(self) -> dict[str, Any] | None:
+        """Of a worker of this node. Returns the data of its error file."""
+        known, data, now = self.failure, None, int(time.time())
+        evidence, timestamp = known.evidence, known.timestamp or now
+        if evidence.hang:  # An error from the time when the worker was stopped is not the cause.
+            evidence, timestamp = changed(evidence, message="", traceback=""), now
+        # `/dev/null` means that there is no file.
+        elif self.error_file and self.error_file != os.devnull and os.path.lexists(self.error_file):
+            try:
+                data = _load_error_file(self.error_file)
+                message, traceback, said = read_error(data)
+                evidence = changed(evidence, message=message, traceback=traceback, error_file=self.error_file)
+                timestamp = timestamp if said is None else said
+            except (OSError, ValueError, RecursionError) as e:
+                problem = getattr(e, "strerror", None) or str(e)
+                _warn_once("the error file %s of pid %d is unreadable: %s", self.error_file, self.pid, problem)
+                notes = [evidence.note, f"its error file {self.error_file} is unreadable: {problem}"]
+                evidence = changed(evidence, note="; ".join(filter(None, notes)))
+        self.failure = report.described(
+            changed(
+                known,
+                node=os.uname().nodename,  # Not the fully qualified name: a DNS lookup may block.
+                rank=known.rank if known.rank >= 0 else self.local_rank,
+                exitcode=self.exitcode,
+                local_rank=self.local_rank,
+                pid=max(0, self.pid),
+                timestamp=timestamp,
+                evidence=evidence,
+            )
+        )
+        return data
 
-    def encoded(self, round: int = 0, also: Sequence[Fold] = ()) -> str:
-        """The failure with its evidence, for the other nodes of the run. `also` are other failures of this node."""
-        who, error = (self.local_rank, self.pid, self.error_file), self._error()
-        return report.encode_evidence(*who, error, self.evidence, round=round, also=also)
+    @property
+    def evidence(self) -> Evidence:
+        return self.failure.evidence
+
+    @evidence.setter
+    def evidence(self, evidence: Evidence) -> None:
+        """For fields from which nothing follows, such as `logs`."""
+        self.failure = changed(self.failure, evidence=evidence)
 
     def signal_name(self) -> str:
         return report.signal_name(self.exitcode) or NOT_AVAILABLE
 
     def timestamp_isoformat(self) -> str:
         """Local time, with `_` between date and time."""
-        try:
-            return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(self.timestamp))
-        except (OverflowError, ValueError, OSError):
-            return NOT_AVAILABLE
-
-    def facts(self) -> FailureFacts:
-        """For the ranking of failures and the cause line."""
-        text, _, _ = report.read_error(self._error())
-        return FailureFacts(self.exitcode, text, self.order, self.timestamp, self.pid or None, self.evidence)
+        return time_text(self.timestamp)
 
     def traceback_text(self) -> str:
         """The traceback if the worker left one, else its message."""
-        text, callstack, _ = report.read_error({"message": self.message})
+        text, callstack, _ = read_error({"message": self.message})
         return callstack or text or NOT_AVAILABLE
 
-    def _read_error_file(self) -> dict[str, Any] | None:
-        # `/dev/null` means that there is no file.
-        if not self.error_file or self.error_file == os.devnull or not os.path.lexists(self.error_file):
-            return None
-        try:
-            return _load_error_file(self.error_file)
-        except (OSError, ValueError, RecursionError) as e:
-            problem = getattr(e, "strerror", None) or str(e)
-            _warn_once("the error file %s of pid %d is unreadable: %s", self.error_file, self.pid, problem)
-            notes = [self.evidence.note, f"its error file {self.error_file} is unreadable: {problem}"]
-            self.evidence = changed(self.evidence, note="; ".join(filter(None, notes)))
-            return None
 
-    def _error(self) -> dict[str, Any]:
-        """The worker's own error; empty if it left none."""
-        return {} if self.error_file_data["message"] == _NO_MESSAGE else self.error_file_data
+def mention_finished(
+    failures: Mapping[int, ProcessFailure], ends: Mapping[int, tuple[int, bool, float | None]]
+) -> None:
+    """Add to failures that blame a peer which workers had finished before. `ends` are those of `PContext.ends`; both
+    are by global rank."""
+    finished = {rank: at or 0.0 for rank, (code, is_stopped, at) in ends.items() if code == 0 and not is_stopped}
+    for rank, each in failures.items():
+        ended_at = ends[rank][2] if rank in ends else None  # One that has raised may still be ending.
+        before = [other for other, at in finished.items() if other != rank and (ended_at is None or at <= ended_at)]
+        each.failure = report.with_finished(each.failure, before)
+
+
+def time_text(timestamp: int) -> str:
+    is_time = abs(timestamp) < _LATEST_S
+    return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(timestamp)) if is_time else NOT_AVAILABLE
+
+
+def read_error(data: Mapping[str, Any]) -> tuple[str, str, int | None]:
+    """`<type>: <message>`, the traceback and the time stamp in whole seconds, of an error file in either layout.
+
+    Empty or None for what is missing or invalid; long texts are cut. In the flat layout, `{"message": <text>,
+    "timestamp": ...}`, a missing time stamp means 0.
+    """
+    message: Any = data.get("message")
+    text, callstack, stamp = message, None, data.get("timestamp", 0)
+    if isinstance(message, Mapping):
+        extra: Any = message.get("extraInfo")
+        extra = extra if isinstance(extra, Mapping) else {}
+        text, callstack, stamp = message.get("message"), extra.get("py_callstack"), extra.get("timestamp")
+    try:
+        timestamp = max(-_LATEST_S, min(_LATEST_S, int(stamp)))
+    except (TypeError, ValueError, OverflowError):
+        timestamp = None
+    text, callstack = text if isinstance(text, str) else "", callstack if isinstance(callstack, str) else ""
+    cut = escape.cut_middle
+    return cut(text, _MESSAGE_LIMIT_CHARS), cut(callstack, _CALLSTACK_LIMIT_CHARS), timestamp
 
 
 class ChildFailedError(Exception):
@@ -173,36 +212,25 @@ class ChildFailedError(Exception):
         """The root cause: the first failure that is not the consequence of another one."""
         rank = self._root
         if rank is None or rank not in self.failures:
-            rank = report.root_cause({rank: failure.facts() for rank, failure in self.failures.items()})
+            rank = cause.root_of_node({rank: each.failure for rank, each in self.failures.items()})
         return rank, self.failures[rank]
 
     def cause(self) -> str:
         """The root cause in one line."""
         rank, failure = self.get_first_failure()
-        return self._cause or report.cause_line(rank, failure.facts())
+        return self._cause or report.ranked(failure.failure, rank).text
 
     def format_msg(self) -> str:
         root, _ = self.get_first_failure()
         others = [rank for rank in self.failures if rank != root]
         shown, unshown = others[: report.SHOWN_FAILURES_LIMIT], others[report.SHOWN_FAILURES_LIMIT :]
-        blocks, stopped = [self._block(rank) for rank in shown], report.stopped_text(self.stopped)
-        return report.report(self.name, self._block(root), blocks, unshown, stopped, self.cause())
+        blocks, stopped = [self._block(rank) for rank in shown], report.stopped_text(report.by_how(self.stopped))
+        return report.group_text(self.name, self._block(root), blocks, unshown, stopped, self.cause())
 
     def _block(self, rank: int) -> str:
         failure, index = self.failures[rank], list(self.failures).index(rank)
-        name = report.signal_name(failure.exitcode)
-        # A hung worker did not end by itself, so 0 is not its exit code.
-        exitcode = "none, it hung" if failure.evidence.hang and failure.exitcode == 0 else str(failure.exitcode)
-        pid = [f"(pid: {failure.pid})"] if failure.pid > 0 or not failure.node else []
-        fields = {
-            "time": failure.timestamp_isoformat(),
-            # Not the fully qualified name: a DNS lookup may block.
-            "host": failure.node or os.uname().nodename,
-            "rank": f"{rank} (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else str(rank),
-            "exitcode": " ".join([exitcode, *pid, *([f"({name})"] if name else [])]),
-            "error_file": failure.error_file,
-            "traceback": failure.traceback_text(),
-        }
+        fields = report.facts_in_words(report.ranked(failure.failure, rank), failure.timestamp_isoformat())
+        fields |= {"error_file": failure.error_file, "traceback": failure.traceback_text()}
         return report.failure_block(index, fields, failure.evidence)
 
 
@@ -320,11 +348,11 @@ def _write_root_cause(handler: ErrorHandler, error: ChildFailedError) -> None:
     from copy import deepcopy
 
     rank, failure = error.get_first_failure()
-    if not failure.node and os.path.isfile(failure.error_file):
+    if not failure.is_elsewhere and os.path.isfile(failure.error_file):
         handler.dump_error_file(failure.error_file, failure.exitcode)
         return
     data = deepcopy(failure.error_file_data)
-    if not failure.facts().text:
+    if read_error(data)[0] in ("", _NO_MESSAGE):
         callstack = failure.evidence.stack or failure.traceback_text()
         details = {"py_callstack": callstack, "timestamp": str(failure.timestamp)}
         data = {"message": {"message": error.cause(), "extraInfo": details}}

@@ -59,6 +59,11 @@ class DefaultTimeout(int):
 _TRUTH = dict.fromkeys(("1", "true", "t", "yes", "y"), True) | dict.fromkeys(("0", "false", "f", "no", "n"), False)
 
 
+def truth_of(value: Any) -> bool:
+    """Of True, 1, "yes" and the like. KeyError if it is something else."""
+    return _TRUTH[str(value).lower() if isinstance(value, int | str) else ""]
+
+
 class RendezvousParameters:
     """The input of a creator: which run meets where, how many nodes it has, and the backend's own settings. These come
     from the command line as text or from a program as values; `get_as_bool` and `get_as_int` accept both."""
@@ -89,11 +94,10 @@ class RendezvousParameters:
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
         """The setting as a truth value; None stays None."""
         value = self.get(key, default)
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, int | str) and str(value).lower() in _TRUTH:
-            return _TRUTH[str(value).lower()]
-        raise UserError(f"rendezvous setting {key!r} is {value!r}, which is neither true nor false")
+        try:
+            return None if value is None else truth_of(value)
+        except KeyError:
+            raise UserError(f"rendezvous setting {key!r} is {value!r}, which is neither true nor false") from None
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
         """The setting as a whole number; None stays None."""

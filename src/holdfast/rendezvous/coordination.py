@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from holdfast.errors import HostError
+from holdfast.failures.records import Failure
 from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
 from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, PlaceLost, Sealed, Stop
-from holdfast.rendezvous.membership.restart_policy import Advance, Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 
 Item = TypeVar("Item")
 
@@ -28,7 +29,7 @@ class JoinFailed:
     error: BaseException
 
 
-Push = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed
+AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed
 
 
 class Mailbox(Generic[Item]):
@@ -78,14 +79,16 @@ class Coordination(abc.ABC):
         self.outcome: Outcome | None = None
         self.verdict: str | None = None
         self.advance: Advance | None = None
-        self._mailbox: Mailbox[Push] = Mailbox()
+        self._mailbox: Mailbox[AgentPush] = Mailbox()
 
     @abc.abstractmethod
     def introduce(
-        self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = ""
-    ) -> None:
+        self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = "",
+        stop_margin_s: float = 15.0,
+    ) -> None:  # fmt: skip
         """Say what this node brings; before the first round. `grace_s` is how long its workers may take to stop,
-        `script` the path of the file that they run, if they run one."""
+        `stop_margin_s` how much longer the agent may need, `script` the path of the file that they run, if they run
+        one."""
 
     @abc.abstractmethod
     def join(self, failure: Failure | None = None) -> None:
@@ -151,11 +154,9 @@ class Coordination(abc.ABC):
         """Readable when `take` has something."""
         return self._mailbox.fileno()
 
-    def take(self) -> list[Push]:
+    def take(self) -> list[AgentPush]:
         """What was pushed since the last call, oldest first."""
         return self._mailbox.take()
 
-    @property
-    def ask_every_s(self) -> float | None:
-        """How often `take` must be called although nothing is readable; None if that is never so."""
-        return None
+    def close(self) -> None:  # noqa: B027
+        """The run is over for this agent."""

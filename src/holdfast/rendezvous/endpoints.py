@@ -7,6 +7,7 @@ its last colon, so an IPv6 address that is followed by no port needs them.
 from __future__ import annotations
 
 import _socket  # `socket` without the enums and selectors, which a run on one machine does not need.
+import errno
 import re
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 _HOST = re.compile(r"[\w.:-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
 _REMEMBERED_PORTS = 64
-
-# These have their own options; as a setting they would be a second, contradicting source.
-_NOT_SETTINGS = frozenset({"backend", "endpoint", "run_id", "min_nodes", "max_nodes", "local_addr"})
 
 
 def try_parse_port(text: str) -> int | None:
@@ -85,20 +83,6 @@ def _is_bracketed(text: str) -> bool:
     return text.startswith("[") and text.endswith("]")
 
 
-def parse_rendezvous_config(text: str) -> dict[str, str]:
-    """The settings in `key=value,key=value`; of a key that is given twice the last value counts."""
-    settings = {}
-    for item in text.split(",") if text.strip() else ():
-        key, _, value = map(str.strip, item.partition("="))
-        if not key or not value:
-            problem = f"{key!r} has no value" if key else f"{item!r} has no key"
-            raise UserError(f"rendezvous settings {text!r}: {problem}; write key=value,key=value")
-        if key in _NOT_SETTINGS:
-            raise UserError(f"rendezvous settings {text!r}: {key!r} is not a setting, it has an option of its own")
-        settings[key] = value
-    return settings
-
-
 def bind_port(host: str = "127.0.0.1") -> socket.socket:
     """A socket bound to a free TCP port of `host` that does not listen. While it is open the kernel gives the port to
     no process that asks for a free one, and because of SO_REUSEADDR on both sides a worker can still listen on it."""
@@ -127,10 +111,14 @@ def bound(family: int, address: Any) -> _socket.socket:
 
 class HeldPort:
     """Holds one port after the other, each until the next one is held or it is released. A round must not meet what
-    another has left, so the kernel's choice is not taken if it is one of the last ports; there are too few for all."""
+    another has left, so the kernel's choice is not taken if it is one of the last ports; there are too few for all.
+
+    The port is held at the node's address and at all others: many programs listen on every address, which the kernel
+    refuses if any other process has the port at one of them, for a connection of its own, say."""
 
     def __init__(self) -> None:
         self._held: _socket.socket | None = None
+        self._elsewhere: list[_socket.socket] = []
         self._recent: deque[int] = deque(maxlen=_REMEMBERED_PORTS)
 
     @property
@@ -140,8 +128,13 @@ class HeldPort:
 
     def renew(self, host: str) -> None:
         passed_over: list[_socket.socket] = []
+        elsewhere: list[_socket.socket] | None = None
         try:
-            while (fresh := _bound_port(host)).getsockname()[1] in self._recent:
+            while True:
+                fresh = _bound_port(host)
+                port = fresh.getsockname()[1]
+                if port not in self._recent and (elsewhere := _bound_everywhere(port)) is not None:
+                    break
                 passed_over.append(fresh)  # Open for so long, or the kernel might choose it again.
         except HostError:
             if not passed_over:
@@ -151,13 +144,33 @@ class HeldPort:
             for each in passed_over:
                 each.close()
         self.release()
-        self._held = fresh
+        self._held, self._elsewhere = fresh, elsewhere or []
         self._recent.append(self.number)
 
     def release(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        for each in (*([self._held] if self._held is not None else []), *self._elsewhere):
+            each.close()
+        self._held, self._elsewhere = None, []
+
+
+def _bound_everywhere(port: int) -> list[_socket.socket] | None:
+    """A socket with the port at all addresses of this host, IPv6 and IPv4 if the host has both. None if the port is
+    taken at one of them; an empty list if the host does not say."""
+    for family, address in ((_socket.AF_INET6, "::"), (_socket.AF_INET, "")):
+        sock = None
+        try:
+            sock = _socket.socket(family)
+            sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+            if family == _socket.AF_INET6:
+                sock.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 0)
+            sock.bind((address, port))
+            return [sock]
+        except OSError as error:
+            if sock is not None:
+                sock.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
+    return []
 
 
 def own_address(host: str, port: int) -> str:

@@ -18,8 +18,9 @@ from typing import Any
 
 from holdfast import escape, loop, signals
 from holdfast.errors import HostError, UserError
+from holdfast.failures.records import Failure
 from holdfast.log import Logger
-from holdfast.rendezvous import api, endpoints
+from holdfast.rendezvous import api, endpoints, settings
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.client.reachability import Reachability
 from holdfast.rendezvous.client.remote_store import RemoteStore
@@ -28,8 +29,9 @@ from holdfast.rendezvous.coordination import Coordination, JoinFailed
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.membership import model, node, protocol
 from holdfast.rendezvous.membership.node_lease import NodeLease
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
-from holdfast.rendezvous.options import Options, warn_without_token
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.rendezvous.settings import NodeSettings
+from holdfast.wire_types import MAX_NAME
 
 logger = Logger(__name__)
 
@@ -37,7 +39,8 @@ DEFAULT_PORT = 29400
 _OTHERS_HEAR_S = 1.0  # In this time a signal that is sent to all nodes has reached each of them.
 _DIGESTED_BYTES = 1 << 24
 _MAX_SCRIPT_WARNINGS = 8
-_LONGEST_GRACE_S = 86400.0  # That the coordinator is told of; the agent itself takes what the user gave.
+# That the coordinator is told of; the agent itself takes what the user gave, and the time that it needs.
+_LONGEST_GRACE_S, _LONGEST_MARGIN_S = 86400.0, 60.0
 
 
 class CoordinatorHandler(api.RendezvousHandler, Coordination):
@@ -48,7 +51,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def __init__(
         self,
         params: api.RendezvousParameters,
-        options: Options,
+        options: NodeSettings,
         where: str,
         locator: Callable[[model.NodeFacts], Locator],
         addresses: Sequence[tuple[str, int]],
@@ -63,8 +66,11 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._client: Client | None = None
         self._lock = threading.Lock()
         self._is_shut_down = False
-        node_id = f"{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}"
-        self._facts = model.NodeFacts(node_id, requested_rank=options.requested_rank)
+        # In a container the node's name is that of a pod; the machine that it is on has another.
+        name = os.uname().nodename
+        host = (os.environ.get("HOLDFAST_HOST_NAME") or name)[:MAX_NAME]
+        node_id = f"{name}-{os.getpid()}-{os.urandom(4).hex()}"
+        self._facts = model.NodeFacts(node_id, requested_rank=options.rank, host=host)
         self._policy = RestartPolicy()
         self._script = ""
         self._other_scripts: set[str] = set()  # Digests that a warning was about.
@@ -76,7 +82,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
         self._stuck_for_s: Callable[[], float] = lambda: 0.0
-        self._answer: Callable[[bytes], bytes] | None = None
+        self._answer: Callable[[bytes], bytes] = lambda request: b'{"error": "this node answers no questions"}'
 
     # The contract that users know.
 
@@ -131,14 +137,15 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         }
 
     def introduce(
-        self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = ""
-    ) -> None:
+        self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = "",
+        stop_margin_s: float = 15.0,
+    ) -> None:  # fmt: skip
         if len(role) > protocol.MAX_ROLE:
             raise UserError(f"a role has at most {protocol.MAX_ROLE} characters, not {len(role)}")
         self._policy, self._script = policy, script
-        self._facts = replace(
-            self._facts, role=role, local_world_size=local_world_size, grace_s=min(grace_s, _LONGEST_GRACE_S)
-        )
+        grace_s, stop_margin_s = min(grace_s, _LONGEST_GRACE_S), min(stop_margin_s, _LONGEST_MARGIN_S)
+        own = replace(self._facts, role=role, local_world_size=local_world_size)
+        self._facts = replace(own, grace_s=grace_s, stop_margin_s=stop_margin_s)
 
     def join(self, failure: Failure | None = None) -> None:
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""
@@ -157,12 +164,13 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             digest = digest_of(self._script) if options.max_nodes > 1 else ""
             self._facts = replace(self._facts, address=options.local_addr or self._find_address(), script=digest)
             self._held_at = _numeric(self._facts.address)
-            warn_without_token(options.token, self._facts.address)
+            settings.warn_of_token(options.token, self._facts.address)
             locator = self._make_locator(self._facts)
-            lease = NodeLease(options.lease, may_outlive_lease=options.continue_when_isolated)
+            lease = NodeLease(options.lease, may_outlive_lease=options.on_isolation == "continue")
             participant = node.Participant(self._facts, options.settings(self._policy), lease)
             patience = (options.join_timeout_s, options.outage_timeout_s, options.resolve_timeout_s)
-            reach = Reachability(self._where, *patience, time.monotonic())
+            is_fixed = options.lease.locate_after_s is None
+            reach = Reachability(self._where, *patience, time.monotonic(), is_fixed=is_fixed)
             with self._lock:
                 if self._is_shut_down:
                     locator.stop()
@@ -343,8 +351,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 class FixedEndpoint(Locator):
     """The coordinator is where the user says. If nothing listens there, and it is this host, start one."""
 
-    def __init__(self, host: str, port: int, run_id: str, options: Options) -> None:
-        self._options = options
+    def __init__(self, host: str, port: int, run_id: str, options: NodeSettings) -> None:
+        self._options, self._run_id = options, run_id
+        self._starting = threading.Lock()  # Held by the thread that starts a coordinator.
         if port == 0:  # Any free port of this host, which no other node can know: good for one node.
             if options.max_nodes > 1:
                 where = endpoints.endpoint_text(host, 0)
@@ -357,26 +366,28 @@ class FixedEndpoint(Locator):
     def target(self) -> Target:
         return self._target
 
-    def refused(self, target: Target) -> None:
-        if self._options.is_host is False:
-            return
+    def refused(self, target: Target) -> bool:
+        if self._options.is_host is False or not self._starting.acquire(blocking=False):
+            return False
         try:
             with launch.bind(target.host, target.port) as sock:
-                self._start_coordinator(sock)
+                return self._start_coordinator(sock)
         except launch.PortTaken:
-            pass  # Another agent was faster.
+            return False  # Another agent was faster.
         except launch.NotThisHost as error:
             if self._options.is_host:
                 raise UserError(f"is_host is true, but this node {error}") from None
+            return False
+        finally:
+            self._starting.release()
 
-    def _start_coordinator(self, sock: socket.socket) -> None:
+    def _start_coordinator(self, sock: socket.socket) -> bool:
         where = endpoints.endpoint_text(*sock.getsockname()[:2])
         if self._options.tls.ca and not self._options.tls.cert:
             raise UserError(
                 f"nothing listens at {where}, and without tls_cert this node cannot start a coordinator that speaks TLS"
             )
-        if launch.host_at(sock, self._options.coordinator_options()):
-            logger.debug("started a coordinator at %s", where)
+        return launch.host_at(sock, self._options, self._run_id)
 
 
 def create_tcp_handler(params: api.RendezvousParameters) -> CoordinatorHandler:
@@ -388,7 +399,7 @@ def create_handler_at(
     params: api.RendezvousParameters, host: str, port: int, master: api.RendezvousStoreInfo | None = None
 ) -> CoordinatorHandler:
     """With a `master` the user has fixed the number of nodes, too."""
-    options, where = Options.from_parameters(params), endpoints.endpoint_text(host, port)
+    options, where = settings.read(params), endpoints.endpoint_text(host, port)
     options = replace(options, min_nodes=options.max_nodes if master else options.min_nodes)
     return CoordinatorHandler(
         params, options, where, lambda _: FixedEndpoint(host, port, params.run_id, options), [(host, port)], master
@@ -415,16 +426,8 @@ def digest_of(path: str) -> str:
 def _numeric(address: str) -> str:
     """A name is looked up once, when the client is made in its thread: every later join is made in the agent's loop,
     which must not wait for a name server. One that is unknown here may still be known to others."""
+    name: Any = endpoints.for_lookup(address)
     try:
-        return address if ":" in address or _is_ipv4(address) else socket.gethostbyname(address)
+        return address if ":" in address else socket.gethostbyname(name)
     except OSError:
         return ""
-
-
-def _is_ipv4(address: str) -> bool:
-    """See `endpoints.for_lookup`: to look a number up takes no name server, but the codec."""
-    try:
-        socket.inet_pton(socket.AF_INET, address)
-        return True
-    except OSError:
-        return False

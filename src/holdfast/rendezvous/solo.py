@@ -1,8 +1,9 @@
 """For runs without a coordinator: this node decides for itself, the handler only brings the nodes together.
 
 It counts restarts for this node alone, asks a handler that cannot push whether other nodes are waiting, and meets the
-other nodes in the handler's store at the end. A handler blocks while it forms a round; that happens in a thread here,
-and nowhere else.
+other nodes in the handler's store at the end. Every call of the handler may block, so each round has a thread: it forms
+the round, and asks every `monitor_interval_s` until the workers have ended. The next thread waits for the last one: a
+handler is never called twice at once.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import threading
 import time
 
+from holdfast.failures.records import Failure
 from holdfast.log import Logger
 from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousInfo
-from holdfast.rendezvous.coordination import Coordination, JoinFailed, Push
+from holdfast.rendezvous.coordination import AgentPush, Coordination, JoinFailed
 from holdfast.rendezvous.membership import model, restart_policy
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, Sealed, Stop
-from holdfast.rendezvous.membership.restart_policy import Budget, Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import Budget, RestartPolicy
 
 logger = Logger(__name__)
 
@@ -33,45 +35,69 @@ class SoloCoordination(Coordination):
         self._monitor_interval_s = monitor_interval_s
         self._policy = RestartPolicy()
         self._round = 0
-        self._is_joining = False
+        self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()  # No answer about the present round is wanted any more.
         self._budget = Budget(time.monotonic())
         self._delay_s = 0.0
         self._earlier: tuple[model.RoundEnd, ...] = ()
         self._found: RendezvousInfo | None = None
-        self._complaint = ""
 
     def introduce(
-        self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = ""
-    ) -> None:
+        self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = "",
+        stop_margin_s: float = 15.0,
+    ) -> None:  # fmt: skip
         self._policy = policy
 
     def join(self, failure: Failure | None = None) -> None:
         if self.outcome is not None:
             self._mailbox.put(Ended(self.outcome))
             return
-        self._is_joining = True
         delay_s, self._delay_s = self._delay_s, 0.0
+        self.close()
+        self._is_over = is_over = threading.Event()
         if self._has_fixed_world and not delay_s:
-            self._meet(delay_s)  # It does not block.
-        else:
-            threading.Thread(target=self._meet, args=(delay_s,), name="holdfast-next_rendezvous", daemon=True).start()
+            self._meet()  # It does not block.
+            return
+        at = (self._thread, is_over, delay_s)
+        self._thread = threading.Thread(target=self._meet_and_ask, args=at, name="holdfast-handler", daemon=True)
+        self._thread.start()
 
-    def _meet(self, delay_s: float) -> None:
+    def close(self) -> None:
+        """Ask the handler no more about this round."""
+        self._is_over.set()
+
+    def _meet_and_ask(self, before: threading.Thread | None, is_over: threading.Event, delay_s: float) -> None:
+        if before is not None:
+            before.join()
+        if is_over.wait(delay_s) or not self._meet() or self._has_fixed_world:
+            return
+        complaint = ""
+        while not is_over.wait(self._monitor_interval_s):
+            try:
+                if self._handler.num_nodes_waiting() > 0:
+                    self._mailbox.put(Stop(self._round, "other nodes are waiting to join"))
+                    return
+            except Exception as error:  # That the handler cannot be asked is no reason to stop healthy workers.
+                if complaint != (complaint := f"{type(error).__name__}: {error}"):
+                    logger.warning("cannot ask whether other nodes are waiting; the workers go on: %s", complaint)
+
+    def _meet(self) -> bool:
         try:
-            time.sleep(delay_s)
             self._found = found = self._handler.next_rendezvous()
             self._round += 1
             # No shapes: the nodes know nothing of each other.
             place = Place(0, self._round, found.rank, found.world_size, restarts_used=self._budget.used)
-            self._mailbox.put(Sealed("", place))
+            return self._mailbox.put(Sealed("", place))
         except BaseException as error:
             self._mailbox.put(JoinFailed(error))
+            return False
 
     def found(self, sealed: Sealed) -> RendezvousInfo:
         assert self._found is not None
         return self._found
 
     def report_failure(self, round: int, failure: Failure) -> None:
+        self.close()
         now = time.monotonic()
         self._budget.note(self.advance)
         decision = restart_policy.decide(self._policy, self._budget, failure, now)
@@ -89,6 +115,7 @@ class SoloCoordination(Coordination):
         self.verdict = f"{what}, in {decision.delay_s:g} s" if decision.delay_s else what
 
     def report_success(self, round: int, timeout_s: float) -> None:
+        self.close()
         found = self._found
         if self._has_fixed_world or found is None or found.world_size == 1:
             self._mailbox.put(_SUCCEEDED)
@@ -106,20 +133,6 @@ class SoloCoordination(Coordination):
             logger.warning("could not wait for the other nodes to finish: %s: %s", type(error).__name__, error)
         self._mailbox.put(_SUCCEEDED)
 
-    def take(self) -> list[Push]:
-        pushes = super().take()
-        if any(isinstance(push, Sealed) for push in pushes):
-            self._is_joining = False
-        try:
-            if not pushes and self.ask_every_s is not None and self._handler.num_nodes_waiting() > 0:
-                return [Stop(self._round, "other nodes are waiting to join")]
-        except Exception as error:  # That the handler cannot be asked is no reason to stop healthy workers.
-            complaint = f"{type(error).__name__}: {error}"
-            if complaint != self._complaint:
-                logger.warning("cannot ask whether other nodes are waiting; the workers go on: %s", complaint)
-            self._complaint = complaint
-        return pushes
-
-    @property
-    def ask_every_s(self) -> float | None:
-        return None if self._has_fixed_world or self._is_joining else self._monitor_interval_s
+    def take(self) -> list[AgentPush]:
+        """Whether nodes wait is of interest while workers run: an answer that came too late is dropped."""
+        return [push for push in super().take() if not (isinstance(push, Stop) and self._is_over.is_set())]

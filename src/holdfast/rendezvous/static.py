@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any
 
 from holdfast.errors import UserError
-from holdfast.log import Logger
 from holdfast.rendezvous import api, endpoints
-from holdfast.rendezvous.api import RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from holdfast.rendezvous.api import DefaultTimeout, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
 from holdfast.rendezvous.store import InProcessStore
 
-log = Logger(__name__)
-
 _TIMEOUT_S = 600
-_SETTINGS = frozenset({"rank", "timeout", "coordinator_port"})
 
 
 class StaticTCPRendezvous(api.RendezvousHandler):
@@ -95,59 +92,61 @@ class StandaloneRendezvous(StaticTCPRendezvous):
 
 def create_standalone_handler(params: RendezvousParameters) -> StandaloneRendezvous:
     """The backend `standalone`. It meets no other node, so it needs no endpoint and does not look at one."""
-    _check_settings(params)
+    given = _settings_alone(params)
     if params.max_nodes != 1:
         raise UserError(f"backend 'standalone' is for one node, not for max_nodes {params.max_nodes}")
-    _coordinator_port(params, 0)
-    if params.get("rank") is not None:
-        _rank(params)
-    return StandaloneRendezvous(params.run_id, _timeout_s(params))
+    _check_rank(params, given.get("rank", 0))
+    return StandaloneRendezvous(params.run_id, given["join_timeout"])
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> api.RendezvousHandler:
     """The backend `static`: `max_nodes` nodes, this one with the rank of the setting `rank`."""
-    rank = _rank(params)
-    master_addr, master_port = _master(params)
-    port = _coordinator_port(params, master_port)
-    if port is not None and params.max_nodes > 1:
+    from holdfast.rendezvous import settings
+
+    rows = settings.rows_of("static")
+    rank = _check_rank(params, rows["rank"].read(params.config))
+    master = RendezvousStoreInfo(*_master(params))
+    if rows["coordinator_port"].read(params.config) != "off" and params.max_nodes > 1:
         from holdfast.rendezvous import handler
 
-        if port > 65535:
-            raise UserError(f"there is no port after {master_port} for the coordinator; set coordinator_port")
-        return handler.create_handler_at(params, master_addr, port, RendezvousStoreInfo(master_addr, master_port))
-    _check_settings(params)
-    return StaticTCPRendezvous(master_addr, master_port, rank, params.max_nodes, params.run_id, _timeout_s(params))
+        return handler.create_handler_at(params, *coordinator_address(params), master)
+    timeout_s = _settings_alone(params)["join_timeout"]
+    address, port = master.master_addr, master.master_port
+    return StaticTCPRendezvous(address, port, rank, params.max_nodes, params.run_id, timeout_s)
 
 
-def _check_settings(params: RendezvousParameters) -> None:
-    """Settings of other backends are no mistake: people keep them in scripts. But they have no effect here."""
-    others = sorted(params.config.keys() - _SETTINGS)
-    if not others:
-        return
-    from holdfast.rendezvous import options
-    from holdfast.rendezvous.etcd import options as etcd_options
+def coordinator_address(params: RendezvousParameters) -> tuple[str, int]:
+    """Where the nodes of a static run meet."""
+    from holdfast.rendezvous import settings
 
-    known = options.names_of(options.KEYS) | options.names_of(etcd_options.KEYS)
-    if unknown := [name for name in others if name not in known]:
-        listed = ", ".join(map(repr, unknown))
-        raise UserError(f"unknown rendezvous setting {listed}; backend {params.backend!r} has no such thing")
-    log.warning("backend %r makes no use of setting %s", params.backend, ", ".join(map(repr, others)))
+    host, master_port = _master(params)
+    port = settings.rows_of("static")["coordinator_port"].read(params.config)
+    if port == "off":
+        raise UserError("coordinator_port=off: this static run has no coordinator")
+    if port is None and master_port == 65535:
+        raise UserError(f"there is no port after {master_port} for the coordinator; set coordinator_port")
+    return host, port or master_port + 1
 
 
-def _rank(params: RendezvousParameters) -> int:
-    rank, nodes = params.get_as_int("rank"), params.max_nodes
+def _settings_alone(params: RendezvousParameters) -> dict[str, Any]:
+    """Of a node that meets no other. A run on one machine, which is given none as a rule, does not import the table."""
+    usual = {
+        "join_timeout": next((each for each in params.config.values() if type(each) is DefaultTimeout), _TIMEOUT_S)
+    }
+    if all(type(each) is DefaultTimeout for each in params.config.values()):
+        return usual
+    from holdfast.rendezvous import settings
+
+    return usual | settings.given_alone(params.backend, params.config)
+
+
+def _check_rank(params: RendezvousParameters, rank: int | None) -> int:
+    nodes = params.max_nodes
     if rank is None:
         raise UserError(f"backend {params.backend!r} needs the rank of this node (setting 'rank')")
     if not 0 <= rank < nodes:
         raise UserError(f"rank {rank} is out of range: with max_nodes {nodes} it must be from 0 to {nodes - 1}")
     return rank
-
-
-def _timeout_s(params: RendezvousParameters) -> int:
-    timeout_s = params.get_as_int("timeout")
-    if timeout_s is not None and timeout_s <= 0:
-        raise UserError(f"rendezvous setting 'timeout' is {timeout_s} s, but must be above 0")
-    return timeout_s or _TIMEOUT_S
 
 
 def _master(params: RendezvousParameters) -> tuple[str, int]:
@@ -160,15 +159,3 @@ def _master(params: RendezvousParameters) -> tuple[str, int]:
     if port == 0:
         raise UserError(f"rendezvous endpoint {endpoint!r}: workers cannot meet at port 0; name a real one")
     return host, port
-
-
-def _coordinator_port(params: RendezvousParameters, master_port: int) -> int | None:
-    """None means to go without a coordinator."""
-    value = params.get("coordinator_port")
-    if value == "off":
-        return None
-    port = master_port + 1 if value is None else endpoints.try_parse_port(str(value))
-    if not port:
-        needed = "must be a port from 1 to 65535, or off"
-        raise UserError(f"rendezvous setting 'coordinator_port' is {value!r}, but {needed}")
-    return port

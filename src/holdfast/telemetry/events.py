@@ -23,6 +23,7 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
@@ -47,6 +48,8 @@ _FILE_PREFIX = "file:"
 _LOGGER_PREFIX = "torchelastic-events-"
 _RDZV_DESTINATION = "dynamic_rendezvous"
 _HOSTNAME_PATIENCE_S = 1.0
+_QUEUE_CHARS = 1 << 20
+_PATIENCE_S = 2.0  # How long the end of a run waits for a disk that takes nothing.
 
 _log = Logger(__name__)
 
@@ -119,8 +122,8 @@ class RdzvEvent(_JsonEvent):
 class LineFile:
     """Appends lines to a file, each with one write, so that several writers never mix lines.
 
-    The file is opened by the first line. A line that cannot be written is dropped; the first of a series of failures
-    causes a warning.
+    The file is opened by the first line. A line that cannot be written is dropped, and its beginning is taken back; the
+    first of a series of failures causes a warning.
     """
 
     def __init__(self, path: str) -> None:
@@ -132,13 +135,14 @@ class LineFile:
     def append(self, text: str) -> None:
         line = (text + "\n").encode("utf-8", "backslashreplace")
         if self._has_torn_line:
-            line = b"\n" + line  # The disk was full in the middle of an earlier line. End that line first.
+            line = b"\n" + line  # Its beginning could not be taken back. End that line first.
         try:
             if self._fd is None:
                 self._fd = _open_for_append(self.path)
             written = os.write(self._fd, line)
-            self._has_torn_line = written < len(line)
-            if self._has_torn_line:
+            self._has_torn_line = False
+            if written < len(line):
+                self._has_torn_line = not _take_back(self._fd, written)
                 raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
             self._is_failing = False
         except OSError as error:
@@ -150,6 +154,68 @@ class LineFile:
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+
+
+def _take_back(fd: int, size: int) -> bool:
+    """Remove the last bytes that were written, unless another process has written behind them. False for a pipe."""
+    try:
+        end = os.lseek(fd, 0, os.SEEK_CUR)
+        if os.fstat(fd).st_size == end:
+            os.ftruncate(fd, end - size)
+    except OSError:
+        return False
+    return True
+
+
+class BackgroundFile:
+    """Lines for a file, written by a thread that ends when none is left: nothing waits for the file. Lines that a full
+    or failing disk does not take, or not in time, are lost, with one warning."""
+
+    def __init__(self, path: str) -> None:
+        self._file = LineFile(path)
+        self._lines: deque[str] = deque()
+        self._chars = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._has_dropped = False
+
+    def put(self, line: str) -> None:
+        with self._lock:
+            if self._chars + len(line) > _QUEUE_CHARS:
+                if not self._has_dropped:
+                    _log.warning("events are lost: %s does not take them in time", self._file.path)
+                self._has_dropped = True
+                return
+            self._lines.append(line)
+            self._chars += len(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write, name="holdfast-events", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # A process at its limit; the next line tries again.
+                    self._thread = None
+
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                if not self._lines:
+                    self._thread = None
+                    return
+                line = self._lines[0]
+            self._file.append(line)
+            with self._lock:
+                self._lines.popleft()
+                self._chars -= len(line)
+
+    def close(self, patience_s: float = _PATIENCE_S) -> None:
+        """Wait until all lines are written, but not for long."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(patience_s)
+        if self._thread is None:
+            self._file.close()
+        if self._lines:
+            _log.warning("events are lost: %s does not take them", self._file.path)
 
 
 class JsonLinesHandler(logging.Handler):

@@ -108,7 +108,7 @@ def _common(subject: str) -> tuple[Row, ...]:
 AGENT = (
     Row("holdfast_agent_info", "Always 1; the labels say which agent it is.", _info, ("host", "node_id", "role")),
     Row("holdfast_agent_phase", "1 for the phase that the agent is in, else 0.",
-        _phase("idle", "joining", "starting", "running", "stopping", "waiting", "ended"), ("phase",)),
+        _phase("idle", "joining", "starting", "running", "stopping", "finished", "ended"), ("phase",)),
     Row("holdfast_agent_nodes", "Nodes in the last round.",
         lambda status: [((), status["nodes"] or 0)]),
     *_common("agent"),

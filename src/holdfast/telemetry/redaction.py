@@ -9,7 +9,8 @@ Three rules, all of them for every text:
 * What has the shape of a secret is replaced: private keys, the user part of a URL, tokens of well-known services.
 
 Too much is replaced rather than too little. Nothing here can find a secret that has neither a name nor a shape, so a
-person should look through the result. Every search is linear in the length of the text: logs may hold anything.
+person should look through the result. Every search is linear in the length of the text, because logs may hold anything:
+a search that fails after a long look moves on behind the text that it has seen.
 """
 
 from __future__ import annotations
@@ -25,39 +26,51 @@ _LONGEST = 4096
 
 _UNQUOTED = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~"  # In a URL.
 
-# The middle of a name: MY_API_KEY, --wandb-api-key, passwd. `author` and `tokenizer` are no secrets.
+# The middle of a name: MY_API_KEY, --wandb-api-key, passwd. `author` and `tokenizer` are no secrets. Short words count
+# only as a whole part of a name: DB_PW, sentryDsn.
+_PART = r"(?-i:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
 _KEYWORD = re.compile(
-    r"token(?!iz)|secret|passw(?:or)?d|passphrase|passcode|credential|bearer|cookie|webhook|auth(?!or)|"
+    r"token(?!iz)|secret|passw(?:or)?d|passphrase|passcode|cred(?:s|ential)|bearer|cookie|webhook|auth(?!or)|"
+    r"(?<!by)(?<!com)pass(?![a-z])|pwd(?![a-z])|"
+    rf"{_PART}(?:pw|dsn)(?![a-z])|(?-i:(?<![\w-])-p)(?![\w-])|"
     r"(?:api|access|private|signing|encryption|account|storage|license|ssh|deploy|service|wandb|session)[-_.]?key",
     re.IGNORECASE,
 )
 _WHERE = re.compile(r"(?:file|path|dir|directory|name|type|count|len|length|limit)s?$", re.IGNORECASE)
+_SEVERAL = re.compile(r"^-.*(?:token|secret|passw(?:or)?d|pass|cred|credential|key)s$", re.IGNORECASE)
 _BEFORE = re.compile(r"[\w.-]{0,64}\Z")
 _QUOTE = r"\\{0,3}[\"']"  # Within a text in JSON it has backslashes in front of it.
 _AFTER = re.compile(
     r"(?P<rest>[\w.-]{0,64}+)"
     rf"(?P<between>(?:{_QUOTE})?\]?[ \t]{{0,4}}(?:=>|=(?!>)|:)[ \t]{{0,4}}(?:(?:bearer|basic|token)[ \t]+)?|"  # NAME=
-    rf"(?:{_QUOTE})?,?[ \t]{{1,4}})b?"  # --name VALUE, or '--name', 'VALUE'.
-    rf"(?P<value>(?P<quote>{_QUOTE}).{{0,4096}}?(?:(?P=quote)|(?=\n|\Z))|[^\s,;&\"'(){{}}\[\]\\]{{1,4096}})",
+    rf"(?:{_QUOTE})?,?[ \t]{{1,4}}(?!--))b?",  # --name VALUE, or '--name', 'VALUE'.
     re.IGNORECASE,
+)
+_WORD = r"[^\s,;&\"'(){}\[\]\\]+"
+_VALUE = re.compile(
+    rf"(?P<quote>{_QUOTE}).*?(?:(?P=quote)|(?=\n|\Z))|"
+    rf"{_WORD}(?:,(?![\w.-]{{1,64}}[=:]){_WORD})*+|"  # a,b,c; but of a,user=b only the first.
+    r"[\[(](?:[^\[\]()]|[\[(][^\[\]()]{0,200}[\])]){0,4096}+[\])]?"  # A list.
 )
 _SHAPES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[^-]{0,20000}(?:-----END [A-Z ]{0,40}PRIVATE KEY-----)?", MASK),
         (r"(://)[^/\s@\"'<>]{1,4096}@", rf"\1{MASK}@"),
-        (r"\b[Bb](?:earer|asic) [A-Za-z0-9._~+/=-]{8,4096}", MASK),
-        (r"\bgh[oprsu]_[A-Za-z0-9]{20,255}|\bgithub_pat_\w{20,255}|\bglpat-[\w-]{16,255}", MASK),
-        (r"\b(?:hf|pypi|npm|dckr_pat)[_-][A-Za-z0-9_-]{20,255}|\b[sr]k[-_][A-Za-z0-9_-]{16,255}", MASK),
-        (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}\b|\bxox[a-z]-[\w-]{10,255}", MASK),
-        (r"\beyJ[\w-]{8,4096}\.[\w-]{8,4096}\.[\w-]{0,4096}", MASK),
+        (r"\b[Bb](?:earer|asic) [A-Za-z0-9._~+/=-]{8,}+", MASK),
+        (r"\bgh[oprsu]_[A-Za-z0-9]{20,}+|\bgithub_pat_\w{20,}+|\bglpat-[\w-]{16,}+", MASK),
+        (r"\b(?:hf|pypi|npm|dckr_pat)[_-][A-Za-z0-9_-]{20,}+|\b[sr]k[-_][A-Za-z0-9_-]{16,}+", MASK),
+        (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{35}\b|\bxox[a-z]-[\w-]{10,}+", MASK),
+        (r"\bholdfast-(?:run-)?[0-9a-f]{16,}+(?:-[0-9a-f]{1,8})?", MASK),  # Tokens of our own, also cut.
+        (r"(?<![\w-])(-p)(?![a-z-]*+(?![^\s\"',]))(?!\d{1,7}\b)[^\s=:\"',\[\]-][^\s\"',]*+", rf"\1{MASK}"),  # -pSECRET
     )
 )
+_JSON_WEB_TOKEN = re.compile(r"eyJ[\w-]{8,}+(?P<rest>\.[\w-]{8,}+\.[\w-]*+)?")
 
 # Of an environment only these are shown, and of these only what is no secret.
 _SHOWN_VARIABLES = re.compile(
-    r"(?:PET|HOLDFAST|TORCH|TORCHELASTIC|NCCL|GLOO|UCX|FI|MPI|OMPI|OMP|MKL|CUDA|NVIDIA|ROCM|HIP|HSA|XLA|JAX|TF|RAY|SLURM|"
-    r"PBS|LSB|KUBERNETES|MASTER|PYTHON|LD|LC|XDG_RUNTIME)_?[A-Z0-9_]*|"
+    r"(?:PET|HOLDFAST|TORCH[A-Z]*|NCCL|GLOO|UCX|FI|MPI|MPICH|OMPI|OMP|MKL|CUDA|NVIDIA|ROCM|HIP|HSA|XLA|JAX|TF|RAY|SLURMD?|"
+    r"PBS|LSB|KUBERNETES|MASTER|LD|LC|XDG_RUNTIME)_[A-Z0-9_]*|PYTHON[A-Z0-9_]*|"
     r"PATH|LANG|TERM|TMPDIR|TEMP|TMP|HOSTNAME|USER|HOME|SHELL|LOGLEVEL|NO_COLOR|VIRTUAL_ENV|CONDA_PREFIX"
 )
 
@@ -70,7 +83,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def secrets_in(environ: Mapping[str, str]) -> list[str]:
-    return [value for name, value in environ.items() if is_secret_name(name) and not _is_plain(value)]
+    return [value for name, value in environ.items() if is_secret_name(name) and not _is_plain(value, name)]
 
 
 class Redactor:
@@ -86,19 +99,23 @@ class Redactor:
             text = text.replace(value, MASK)
         for shape, replacement in _SHAPES:
             text = shape.sub(replacement, text)
+        text = _JSON_WEB_TOKEN.sub(lambda found: MASK if found["rest"] else found[0], text)
         return "".join(_without_named(_without_cut_key(text)))
 
     def arguments(self, arguments: Sequence[str]) -> list[str]:
-        """A command line. The value of an option is the next argument or stands behind `=`."""
+        """A command line. The value of an option is the next argument or stands behind `=`. An option with a plural for
+        a name (`--tokens`) may have several."""
         shown: list[str] = []
-        is_value = False
+        option = ""  # The secret's name, while its values follow.
         for each in arguments:
             name, equals, value = each.partition("=")
-            if is_value and not re.match(r"--|-[A-Za-z]$", each):
-                each = MASK
-            elif equals and is_secret_name(name.rpartition(",")[2]) and not _is_plain(value):
-                each = f"{name}={MASK}"
-            is_value = each.startswith("-") and not equals and is_secret_name(each)
+            if option and not re.match(r"--|-[A-Za-z]$", each):
+                each = each if option == "-p" and _is_plain(each) else MASK
+                option = option if _SEVERAL.search(option) else ""
+            else:
+                option = each if each.startswith("-") and not equals and is_secret_name(each) else ""
+                if equals and is_secret_name(name.rpartition(",")[2]) and not _is_plain(value, name):
+                    each = f"{name}={MASK}"
             shown.append(self.text(each))
         return shown
 
@@ -107,16 +124,20 @@ class Redactor:
         return {name: MASK if is_secret_name(name) else self.text(value) for name, value in shown.items()}
 
     def record(self, value: Any) -> Any:
-        """What JSON can hold, with all the texts in it."""
+        """What JSON can hold, with all the texts in it. All texts under a secret's name are secret."""
+        return self._record(value, is_secret=False)
+
+    def _record(self, value: Any, is_secret: bool) -> Any:
         if isinstance(value, Mapping):
             return {
-                self.text(str(name)): MASK if isinstance(each, str) and each and is_secret_name(str(name))
-                else self.record(each)
+                self.text(str(name)): self._record(each, is_secret or is_secret_name(str(name)))
                 for name, each in value.items()
-            }  # fmt: skip
+            }
         if isinstance(value, list | tuple):
-            return [self.record(each) for each in value]
-        return self.text(value) if isinstance(value, str) else value
+            return [self._record(each, is_secret) for each in value]
+        if isinstance(value, str):
+            return MASK if is_secret and value else self.text(value)
+        return value
 
 
 def _forms(value: str) -> Iterator[str]:
@@ -127,11 +148,14 @@ def _forms(value: str) -> Iterator[str]:
     yield "".join(chr(each) if chr(each) in _UNQUOTED else f"%{each:02X}" for each in octets)
 
 
-def _is_plain(value: str) -> bool:
-    """A number or a truth value in the place of a secret is the limit of something, or switches it on."""
-    return not value or bool(
-        re.fullmatch(r"\d{1,7}|true|false|yes|no|none|null|on|off", value.strip("\"' "), re.IGNORECASE)
-    )
+_PLAIN = re.compile(r"\d{1,7}(?:\.\d{1,9})?|true|false|yes|no|none|null|on|off", re.IGNORECASE)
+
+
+def _is_plain(value: str, name: str = "") -> bool:
+    """A number or a truth value in the place of a secret is the limit of something, or switches it on. PWD mostly
+    has the working directory."""
+    value = value.strip("\"' ")
+    return not value or bool(_PLAIN.fullmatch(value)) or (value[0] == "/" and name in ("PWD", "OLDPWD"))
 
 
 def _without_cut_key(text: str) -> str:
@@ -158,11 +182,13 @@ def _without_named(text: str) -> Iterator[str]:
         name = (start[0] if start else "") + keyword[0] + found["rest"]
         # Without a sign between them a word follows a name only if that is an option.
         is_given = any(sign in found["between"] for sign in "=:") or name.startswith("-")
-        value = found["value"]
-        if not is_given or _WHERE.search(name) or _is_plain(value) or MASK in value:
+        if not is_given or _WHERE.search(name):
             continue
-        quote = found["quote"] or ""
-        yield text[done : found.start("value")]
+        value = _VALUE.match(text, found.end())
+        if value is None or _is_plain(value[0], name) or value[0].strip("\\\"'") == MASK:
+            continue
+        quote = value["quote"] or ""
+        yield text[done : value.start()]
         yield f"{quote}{MASK}{quote}"
-        done = found.end("value")
+        done = value.end()
     yield text[done:]

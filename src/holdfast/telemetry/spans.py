@@ -42,7 +42,7 @@ logger = Logger(__name__)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _QUEUE_LENGTH = 1024
 _PATIENCE_S = 2.0
-_IN_ROUND = ("starting", "running", "stopping", "waiting")
+_IN_ROUND = ("starting", "running", "stopping", "finished")
 
 # When (nanoseconds since 1970), and the history before and after. None ends the thread.
 Change = tuple[int, History, History]

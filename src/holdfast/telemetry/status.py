@@ -24,7 +24,7 @@ _WAITS = {
     "joining": "a place in the run",
     "starting": "the workers to start",
     "stopping": "the workers to stop",
-    "waiting": "the other nodes to finish",
+    "finished": "the other nodes to finish",
 }
 
 
@@ -57,8 +57,8 @@ class WorkerStatus:
 @frozen
 class AgentStatus:
     """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
-    machine: when (monotonic), in which phase, the event and the commands. `node_id` is its name in the run, if it has
-    one. `failed` are the last workers that failed, of this round and earlier ones. `history` is that of this node."""
+    machine (`lifecycle.Step`). `node_id` is its name in the run, if it has one. `failed` are the last workers that
+    failed, of this round and earlier ones. `history` is that of this node."""
 
     run_id: str = ""
     role: str = ""
@@ -73,7 +73,7 @@ class AgentStatus:
     restarts_used: int = 0
     restarts_left: int = 0
     workers: tuple[WorkerStatus, ...] = ()
-    story: tuple[tuple[float, str, object, tuple[object, ...]], ...] = ()
+    story: tuple[Any, ...] = ()
     node_id: str = ""
     failed: tuple[WorkerStatus, ...] = ()
     history: History = History()
@@ -101,12 +101,12 @@ class AgentStatus:
         shown["failed"] = [each.to_dict(now, (None, None)) for each in self.failed]
         shown["story"] = [
             {
-                "ago_s": _age_s(at, now),
-                "phase": phase.lower(),
-                "event": _text(event),
-                "commands": [*map(_text, commands)],
+                "ago_s": _age_s(step.time, now),
+                "phase": step.before.lower(),
+                "event": _text(step.event),
+                "commands": [*map(_text, step.commands)],
             }
-            for at, phase, event, commands in self.story[-_STEPS_SHOWN:]
+            for step in self.story[-_STEPS_SHOWN:]
         ]
         shown["history"] = self.history.to_dict(now)
         return shown
@@ -139,11 +139,21 @@ class Refusal:
 
 
 @frozen
+class HeldNode:
+    """A node that has to wait before it gets a place, because its host was lost repeatedly. `text` says so."""
+
+    node_id: str
+    host: str
+    left_s: float
+    text: str
+
+
+@frozen
 class RunStatus:
     """One run. `nodes` are those of one page: members in rank order, then the nodes without a place; `next_page` is the
     number of the first node of the next page, if there is one. `waiting_for` is a sentence, `waiting_on` are the ids of
-    the nodes that it speaks of, as far as they are known. `members` counts the places of the present round. `history`
-    (`History.to_dict`) is on the first page only."""
+    the nodes that it speaks of, as far as they are known. `members` counts the places of the present round. `held` are
+    nodes that have to wait. `history` (`History.to_dict`) is on the first page only."""
 
     run_id: str
     phase: str
@@ -160,6 +170,7 @@ class RunStatus:
     nodes: tuple[NodeStatus, ...]
     next_page: int | None
     refused: tuple[Refusal, ...]
+    held: tuple[HeldNode, ...]
     story: tuple[tuple[float, str], ...]
     end: str | None
     end_reason: str | None
@@ -168,7 +179,8 @@ class RunStatus:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         shown = fields_of(self)
-        shown["nodes"], shown["refused"] = [*map(fields_of, self.nodes)], [*map(fields_of, self.refused)]
+        for name in ("nodes", "refused", "held"):
+            shown[name] = [*map(fields_of, shown[name])]
         shown["story"] = [{"ago_s": ago_s, "event": text} for ago_s, text in self.story]
         return shown
 

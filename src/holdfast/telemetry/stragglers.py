@@ -20,8 +20,12 @@ rate of the slowest, and none is behind.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from holdfast.frozen import frozen
+
+if TYPE_CHECKING:
+    from holdfast import wire_types as wire
 
 FACTOR = 1.5
 WINDOW_S = 60.0
@@ -30,7 +34,9 @@ _LEAST_SAMPLES = 5
 _MOST_SAMPLES = 64
 _NAMED_AT_MOST = 8
 
-STEPS, LINES = "steps", "lines"
+Unit = Literal["steps", "lines"]
+STEPS: Unit = "steps"
+LINES: Unit = "lines"
 
 
 @frozen
@@ -46,11 +52,11 @@ class Rate:
 class Straggler:
     """A rank that is behind the median of so many `compared` ranks."""
 
-    rank: int
-    per_s: float
-    median_per_s: float
-    unit: str
-    compared: int
+    rank: wire.WorkerRank
+    per_s: wire.PerSecond
+    median_per_s: wire.PerSecond
+    unit: Unit
+    compared: wire.Count
 
 
 @frozen

@@ -1,8 +1,8 @@
 """A real etcd for tests and demos: one server, or a cluster of three, at free ports and with data of its own.
 
-Each etcd is the child of a keeper process (`etcd_keeper.py`), which ends it when this process ends, even by SIGKILL.
-This process holds the ports, bound but not listening, until the server is stopped: the kernel gives them to no other
-process, and etcd can still listen there (see `endpoints.bind_port`).
+Each etcd runs under `hosts/owned.py`, which ends it when this process ends, even by SIGKILL. This process holds the
+ports, bound but not listening, until the server is stopped: the kernel gives them to no other process, and etcd can
+still listen there (see `endpoints.bind_port`).
 
 Data is not flushed to the disk. It survives the death of etcd, but not a crash of the machine.
 """
@@ -10,7 +10,6 @@ Data is not flushed to the disk. It survives the death of etcd, but not a crash 
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import shutil
 import signal
@@ -25,7 +24,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Self
 
+from holdfast import procfs
 from holdfast.errors import HostError, UserError
+from holdfast.hosts import owned
+from holdfast.loop import release_in_children
 from holdfast.rendezvous.endpoints import bind_port
 from holdfast.rendezvous.etcd.gateway import Gateway
 
@@ -34,7 +36,6 @@ BINARY_VARIABLES = ("HOLDFAST_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH")
 _HOST = "127.0.0.1"
 _LOOK_AGAIN_S = 0.02
 _STOP_S = 30.0
-_KEEPER = str(Path(__file__).with_name("etcd_keeper.py"))
 # A server without peers need not give them time; it is ready the sooner, and leases may be as short as a second.
 _ALONE = ("--heartbeat-interval=50", "--election-timeout=300")
 
@@ -153,11 +154,11 @@ class EtcdCluster(EtcdServer):
 
     def kill(self, number: int) -> None:
         """SIGKILL. Its data stays for `restart`."""
-        self._members[number].signal(signal.SIGKILL, "Z")
+        self._members[number].kill()
 
     def pause(self, number: int) -> None:
         """SIGSTOP: it keeps its connections and says nothing."""
-        self._members[number].signal(signal.SIGSTOP, "T")
+        self._members[number].pause()
 
     def resume(self, number: int) -> None:
         os.kill(self.pids[number], signal.SIGCONT)
@@ -165,25 +166,26 @@ class EtcdCluster(EtcdServer):
     def restart(self, *numbers: int) -> None:
         """With their data and at their ports; returns when they are healthy, for which the cluster needs a majority."""
         for number in numbers:
-            self.kill(number)
+            self._members[number].kill()
         self._run([self._members[number] for number in numbers], time.monotonic() + self._timeout)
 
 
 class _Member:
-    """One etcd, with ports and a home that outlast its process. The keeper of each process that it has had stays until
-    the end, and then removes the directory `temporary`, if there is one."""
+    """One etcd, with ports and a home that outlast its process. The directory `temporary`, if there is one, is removed
+    when this process is gone."""
 
     def __init__(self, home: str, temporary: str, options: Sequence[str], stderr: IO[Any] | int | None) -> None:
         self.home = home
         self._temporary, self._options, self._stderr = temporary, options, stderr
         self._log = os.path.join(home, "etcd.log")
-        self._ends: list[weakref.finalize[..., _Member]] = []
         with contextlib.ExitStack() as held:
             ports = [held.enter_context(bind_port(_HOST)).getsockname()[1] for _ in ("client", "peer", "health")]
             self._held = held.pop_all()
         self.port, peer_port, self._health_port = ports
         self.peer = f"{os.path.basename(home)}=http://{_HOST}:{peer_port}"
         self.pid = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        release_in_children(self)
 
     def start(self, peers: Sequence[str]) -> None:
         os.makedirs(self.home, mode=0o700, exist_ok=True)
@@ -191,7 +193,7 @@ class _Member:
         url = f"{'https' if is_secure else 'http'}://{_HOST}:{self.port}"
         name, _, peer_url = self.peer.partition("=")
         command = [
-            *(sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), self._temporary),
+            *(sys.executable, "-I", "-S", owned.__file__, "0", self._temporary),
             find_etcd_binary(),
             f"--name={name}",
             f"--data-dir={os.path.join(self.home, 'data')}",
@@ -208,24 +210,22 @@ class _Member:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         environment["ETCD_UNSAFE_NO_FSYNC"] = "true"
         with open(self._log, "ab") as log:
-            stderr = log if self._stderr is None else self._stderr
-            keeper = subprocess.Popen(
-                command, stdin=-1, stdout=-1, stderr=stderr, env=environment, start_new_session=True
+            out = log if self._stderr is None else self._stderr
+            self._process = subprocess.Popen(
+                command, stdin=-1, stdout=out, stderr=out, env=environment, start_new_session=True
             )
-        self._ends.append(weakref.finalize(self, _end_keeper, keeper, os.getpid()))
-        assert keeper.stdout is not None
-        if not (line := keeper.stdout.readline()):
-            raise HostError(f"the keeper of etcd has ended: exit status {keeper.wait()}")
-        self.pid = int(line)
+        self._end = weakref.finalize(self, _end, self._process)
 
     def await_health(self, deadline: float) -> None:
         """Raises `HostError` if it has ended, or is not healthy in time."""
+        assert self._process is not None
         while b'"health":"true"' not in self.fetch("/health"):
-            if not _thread_states(self.pid) - {"Z"}:
+            if self._process.poll() is not None:
                 raise HostError(f"etcd has ended as soon as it was started{self._complaint()}")
             if time.monotonic() > deadline:
                 raise HostError(f"etcd at {_HOST}:{self.port} is not healthy in time{self._complaint()}")
             time.sleep(_LOOK_AGAIN_S)
+        (self.pid,) = procfs.children_of(self._process.pid)
 
     def fetch(self, path: str) -> bytes:
         with contextlib.closing(HTTPConnection(_HOST, self._health_port, timeout=1.0)) as connection:
@@ -242,31 +242,30 @@ class _Member:
         found = fatal or [line for line in lines if not line.startswith("{")] or lines[-1:]
         return f"; it said: {found[0][:500]}" if found else ""
 
-    def signal(self, number: int, state: str) -> None:
-        """Wait until all threads are in that state. Its keeper has not reaped it, so the pid is still its own."""
-        os.kill(self.pid, number)
-        deadline = time.monotonic() + _STOP_S
-        while _thread_states(self.pid) - {state}:
-            if time.monotonic() > deadline:
-                raise HostError(f"etcd (pid {self.pid}) does not react to signal {number}")
+    def kill(self) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._process.wait(_STOP_S)
+        self._end()
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        while any(procfs.state(int(thread)) != "T" for thread in os.listdir(f"/proc/{self.pid}/task")):
             time.sleep(_LOOK_AGAIN_S / 10)
 
     def close(self) -> None:
-        for end in self._ends:
-            end()
+        if self._process is not None:
+            self._end()
         self._held.close()
 
-
-def _thread_states(pid: int) -> set[str]:
-    """As in /proc: T is stopped, Z is a zombie. Empty if there is no such process."""
-    states = set()
-    for path in glob.glob(f"/proc/{pid}/task/*/stat"):
-        with contextlib.suppress(OSError):  # That thread has just ended.
-            states.add(Path(path).read_text().rpartition(")")[2].split()[0])
-    return states
+    def release(self) -> None:
+        """A fork of this process must not keep etcd alive by its copy of the pipe."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
 
 
-def _end_keeper(keeper: subprocess.Popen[bytes], owner: int) -> None:
-    """A fork of the owner must not do that, nor keep the owner from it by its copy of the pipe: hence the byte."""
-    if os.getpid() == owner:
-        keeper.communicate(b".", timeout=_STOP_S)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(_STOP_S)

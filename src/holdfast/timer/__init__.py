@@ -14,22 +14,25 @@ from holdfast import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from holdfast.timer.api import TimerClient as TimerClient
-    from holdfast.timer.api import TimerRequest as TimerRequest
-    from holdfast.timer.api import TimerServer as TimerServer
-    from holdfast.timer.api import configure as configure
-    from holdfast.timer.api import expires as expires
-    from holdfast.timer.fifo import FileTimerClient as FileTimerClient
-    from holdfast.timer.fifo import FileTimerRequest as FileTimerRequest
-    from holdfast.timer.fifo import FileTimerServer as FileTimerServer
-    from holdfast.timer.queue import LocalTimerClient as LocalTimerClient
-    from holdfast.timer.queue import LocalTimerServer as LocalTimerServer
+    from holdfast.timer.client import FileTimerClient as FileTimerClient
+    from holdfast.timer.client import FileTimerRequest as FileTimerRequest
+    from holdfast.timer.client import LocalTimerClient as LocalTimerClient
+    from holdfast.timer.client import TimerClient as TimerClient
+    from holdfast.timer.client import TimerRequest as TimerRequest
+    from holdfast.timer.client import configure as configure
+    from holdfast.timer.client import expires as expires
+    from holdfast.timer.server import FileTimerServer as FileTimerServer
+    from holdfast.timer.server import LocalTimerServer as LocalTimerServer
+    from holdfast.timer.server import MultiprocessingRequestQueue as MultiprocessingRequestQueue
+    from holdfast.timer.server import RequestQueue as RequestQueue
+    from holdfast.timer.server import TimerServer as TimerServer
 
 __all__, __getattr__, __dir__ = lazy.exports(
     __name__,
     {
-        "holdfast.timer.api": "TimerClient TimerRequest TimerServer configure expires",
-        "holdfast.timer.fifo": "FileTimerClient FileTimerRequest FileTimerServer",
-        "holdfast.timer.queue": "LocalTimerClient LocalTimerServer",
+        "holdfast.timer.client": "FileTimerClient FileTimerRequest LocalTimerClient "
+        "TimerClient TimerRequest configure expires",
+        "holdfast.timer.server": "FileTimerServer LocalTimerServer MultiprocessingRequestQueue "
+        "RequestQueue TimerServer",
     },
 )

@@ -16,11 +16,10 @@ from holdfast.cli import runs, status
 from holdfast.cli.checks import findings
 from holdfast.cli.checks.host import addresses_of
 from holdfast.errors import HoldfastError, HostError, UserError
-from holdfast.rendezvous import endpoints, options
+from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client import visitor
-from holdfast.rendezvous.client.handshake import Target, obstacle_of
-from holdfast.rendezvous.client.reachability import Obstacle
+from holdfast.rendezvous.client.handshake import OtherToken, Target, TurnedAway
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import is_loopback
@@ -28,13 +27,12 @@ from holdfast.rendezvous.membership.model import is_loopback
 _STEP_S = 2.0
 _GUESS_S = 1.0
 _NO_RUN = "holdfast doctor"  # In the place of a run's name, if none is given.
-_UNCLEAR = (Obstacle.SILENT, Obstacle.HUNG_UP, Obstacle.NOT_A_COORDINATOR, Obstacle.NO_TLS)
 
 
 def token_of(path: str) -> tuple[bytes | None, findings.Token]:
     """The token that a command would use. The fact says where it comes from, or why it cannot be used."""
     try:
-        token = options.read_token(path)
+        token = settings.read_token(path)
     except UserError as error:
         return None, findings.Token(problem=str(error))
     return token, findings.Token(where=path or "HOLDFAST_TOKEN") if token else findings.Token()
@@ -49,12 +47,12 @@ class Way:
         self._config = runs.config_of(args)
         self._token_file = str(self._config.get("token_file", ""))
         self._is_on_etcd = self._backend in ("etcd", "etcd-v3")
+        config = {**self._config, "is_host": False}
+        self._parameters = RendezvousParameters(self._backend, self._endpoint, self._run or _NO_RUN, 1, 1, **config)
         if not self._is_on_etcd:
-            if self._backend not in ("tcp", "c10d", "static"):
-                raise UserError(f"--rdzv-backend {self._backend}: only tcp, static and etcd have a coordinator")
-            options.check_known(self._config, options.KEYS)
-            self._place = endpoints.parse_rendezvous_endpoint(self._endpoint, visitor.DEFAULT_PORT)
-            self._tls = options.tls_files(self._config, options.KEYS, "tls_cert", "tls_key", "tls_ca").load()
+            self._place = visitor.place_of(self._parameters)
+            given = settings.given_of(self._backend, config)
+            self._tls = settings.tls_of(given, "tls_cert", "tls_key", "tls_ca").load()
         self.facts: dict[str, object] = {}
 
     def examine(self) -> None:
@@ -72,16 +70,11 @@ class Way:
         return Target(host, port, run_id, token, tls, _STEP_S, visitor.ASKER, handshake_timeout_s=_STEP_S)
 
     def _target_on_etcd(self) -> Target | None:
-        from holdfast.rendezvous.etcd.options import EtcdOptions
-
         if self._token.problem:
             return None
-        parameters = RendezvousParameters(
-            self._backend, self._endpoint, self._run or _NO_RUN, 1, 1, None, **{**self._config, "is_host": False}
-        )
         try:
-            settings = EtcdOptions.from_parameters(parameters)
-            leader = visitor.leader_on_etcd(settings, parameters.run_id, _STEP_S)
+            chosen = settings.read(self._parameters)
+            leader = visitor.leader_on_etcd(chosen, self._parameters.run_id, _STEP_S)
         except HoldfastError as error:
             self.facts["etcd"] = findings.Etcd(self._endpoint, str(error))
             return None
@@ -90,7 +83,7 @@ class Way:
             problem = f"etcd {self._endpoint} knows no coordinator of run {self._run!r}"
             self.facts |= {"run": findings.Run(self._run, problem=problem)} if self._run else {}
             return None
-        return self._target(leader.host, leader.port, settings.token, settings.tls.load())
+        return self._target(leader.host, leader.port, chosen.token, chosen.tls.load())
 
     def _resolves(self, host: str) -> bool:
         try:
@@ -106,14 +99,13 @@ class Way:
         try:
             challenge = target.look()
         except (OSError, HoldfastError) as error:
-            obstacle = obstacle_of(error)
+            has_answered = isinstance(error, TurnedAway | ConnectionResetError)
             self.facts["coordinator"] = findings.Coordinator(
                 target.endpoint,
-                obstacle,
-                getattr(error, "strerror", None) or str(error),
+                *_problem_of(target.endpoint, error),
                 has_tls=has_tls,
-                other=_other_at(target) if obstacle in _UNCLEAR else "",
-                is_this_host=obstacle is Obstacle.REFUSED and _is_this_host(target),
+                other=_other_at(target) if has_answered else "",
+                is_this_host=isinstance(error, ConnectionRefusedError) and _is_this_host(target),
             )
             return None
         version = f"{challenge.version}.{challenge.minor}"
@@ -130,12 +122,30 @@ class Way:
         try:
             target.connect(protocol.Introduction(is_visitor=True))[0].close()
         except (OSError, HoldfastError) as error:
-            if obstacle_of(error) is Obstacle.OTHER_TOKEN:
+            if isinstance(error, OtherToken):
                 return
             problem = str(error)  # That it has no such run, if none was named.
         self.facts["token"] = findings.Token(where, "", wants_token, is_known=wants_token, is_exposed=is_exposed)
         if self._run:
             self.facts["run"] = findings.Run(self._run, problem=problem) if problem else _run_at(target)
+
+
+def _problem_of(where: str, error: OSError | HoldfastError) -> tuple[str, str]:
+    """And what to do about it, where that is known."""
+    match error:
+        case ConnectionRefusedError():
+            fix = "start the run on that host, whose agent starts the coordinator; if it runs, compare the port"
+            return f"nothing listens at {where}: the connection is refused", fix
+        case TimeoutError():
+            fix = "see that the host is up, and that no firewall drops TCP connections to this port"
+            return f"no answer from {where} in time", fix
+        case ConnectionResetError():
+            return f"{where} closes the connection at once", ""
+        case OSError():
+            fix = "see that the host is up and that there is a route to it"
+            return f"{where} cannot be reached: {error.strerror or error}", fix
+    problem, _, hint = str(error).partition("; ")
+    return problem, getattr(error, "fix", "") or hint
 
 
 def _run_at(target: Target) -> findings.Run:

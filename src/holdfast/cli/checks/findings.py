@@ -13,7 +13,6 @@ from typing import Any
 
 from holdfast.failures.report import size_text
 from holdfast.frozen import frozen
-from holdfast.rendezvous.client.reachability import Obstacle
 
 _MIB, _GIB = 1 << 20, 1 << 30
 FEW_OPEN_FILES, FEW_OPEN_FILES_HARD, FEW_PROCESSES = 1024, 4096, 1024
@@ -136,11 +135,12 @@ class Etcd:
 
 @frozen
 class Coordinator:
-    """`detail` are the words of the error. `other` is what was found there instead: "TLS", "HTTP" or nothing known."""
+    """`other` is what was found there instead: "TLS", "HTTP" or nothing known. `is_this_host`: nothing listens there
+    yet."""
 
     endpoint: str
-    obstacle: Obstacle | None = None
-    detail: str = ""
+    problem: str = ""
+    fix: str = ""
     version: str = ""
     has_tls: bool = False
     other: str = ""
@@ -305,7 +305,7 @@ def _memory(fact: Memory) -> Verdict:
 def _control_directory(fact: ControlDirectory) -> Verdict:
     if not fact.problem:
         return _ok(f"{fact.path} is private")
-    return _warning(f"{fact.path}: {fact.problem}; `holdfast status` and others will not find runs of this host",
+    return _warning(f"{fact.path}: {fact.problem}; agents of this user make another directory in /tmp",
                     f"remove it or make it private (chmod 700 {fact.path}), or let XDG_RUNTIME_DIR or TMPDIR name a "
                     "directory of this user")  # fmt: skip
 
@@ -329,43 +329,17 @@ def _etcd(fact: Etcd) -> Verdict:
 def _coordinator(fact: Coordinator) -> Verdict:
     where = fact.endpoint
     compare = "compare host and port with --rdzv-endpoint of the run"
-    if fact.obstacle is None:
+    if not fact.problem:
         return _ok(f"reached at {where}, protocol {fact.version}, {'with' if fact.has_tls else 'without'} TLS")
     if fact.other == "TLS":
         return _problem(f"{where} speaks TLS, and this command does not",
                         "give --rdzv-conf tls_ca=FILE, as the nodes of the run have it")  # fmt: skip
     if fact.other == "HTTP":
         return _problem(f"{where} is an HTTP server, not a holdfast coordinator", compare)
-    match fact.obstacle:
-        case Obstacle.REFUSED if fact.is_this_host:
-            return _warning(f"nothing listens at {where} yet; it is an address of this host",
-                            "`holdfast run` on this host starts a coordinator there")  # fmt: skip
-        case Obstacle.REFUSED:
-            fix = "start the run on that host, whose agent starts the coordinator; if it runs, compare the port"
-            return _problem(f"nothing listens at {where}: the connection is refused", fix)
-        case Obstacle.TIMED_OUT:
-            fix = "see that the host is up, and that no firewall drops TCP connections to this port"
-            return _problem(f"no answer from {where} in time", fix)
-        case Obstacle.SILENT:
-            fix = f"{compare}; a coordinator that is stopped or overloaded is silent, too"
-            return _problem(f"{where} accepts connections and says nothing", fix)
-        case Obstacle.HUNG_UP:
-            return _problem(f"{where} closes the connection at once", f"{compare}; try again, it may be about to end")
-        case Obstacle.NOT_A_COORDINATOR:
-            return _problem(f"{where} answers, but is not a holdfast coordinator", compare)
-        case Obstacle.OTHER_VERSION:
-            return _problem(fact.detail, "install the same version of holdfast on all hosts")
-        case Obstacle.NO_TLS:
-            return _problem(fact.detail, "leave tls_ca, tls_cert and tls_key out, or give the nodes of the run "
-                            "--tls-cert and --tls-key")  # fmt: skip
-        case Obstacle.BAD_CERTIFICATE:
-            return _problem(fact.detail, "give the authority that signed it (--rdzv-conf tls_ca=FILE); the certificate "
-                            "must be valid and name the host of the endpoint")  # fmt: skip
-        case Obstacle.TLS_REFUSED:
-            return _problem(fact.detail, "give a certificate that the coordinator's authority has signed: --rdzv-conf "
-                            "tls_cert=FILE,tls_key=FILE")  # fmt: skip
-    return _problem(f"{where} cannot be reached: {fact.detail}", "see that the host is up and that there is a route to "
-                    "it")  # fmt: skip
+    if fact.is_this_host:
+        return _warning(f"nothing listens at {where} yet; it is an address of this host",
+                        "`holdfast run` on this host starts a coordinator there")  # fmt: skip
+    return _problem(fact.problem, fact.fix or compare)
 
 
 def _token(fact: Token) -> Verdict:

@@ -21,7 +21,7 @@ from holdfast.cli import console, runs
 from holdfast.cli.options import duration_s, host_and_port
 from holdfast.cli.parser import PlainParser, argument
 from holdfast.errors import HostError, UserError
-from holdfast.rendezvous import endpoints, options
+from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.membership.model import is_loopback
 
@@ -81,7 +81,7 @@ def _serve(args: argparse.Namespace) -> str:
         from holdfast.cli.dashboard.watch import Watch
     except ModuleNotFoundError as error:
         raise HostError(f"the package {error.name} is missing: pip install 'holdfast[dashboard]'") from None
-    token = options.read_token(args.token_file)
+    token = settings.read_token(args.token_file)
     host, port = endpoints.parse_rendezvous_endpoint(args.addr, 0)
     with _listener(host, port) as sock:
         name, number = sock.getsockname()[:2]

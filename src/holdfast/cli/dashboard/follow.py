@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast import escape
-from holdfast.agent.inspection import CHUNK_BYTES
 from holdfast.cli.runs import number_of, text_of
+from holdfast.process.output.log_files import CHUNK_BYTES
 
 _MOST_BEHIND_BYTES = 4 * CHUNK_BYTES
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -53,11 +53,12 @@ class Follower:
         if self.offset < 0 and end > CHUNK_BYTES:
             note = f"{_amount(end - len(shown.encode()))} of the log come before this"
             shown = shown.partition("\n")[2]
+        is_at_end = end in (size, self.offset)  # A character of which bytes are missing may be left.
         self.offset = end if size - end <= _MOST_BEHIND_BYTES else -CHUNK_BYTES
-        if end >= size and self.attempt is not None and self._follows_restarts:
+        if is_at_end and self.attempt is not None and self._follows_restarts:
             self.go_on()
         else:
-            self.is_at_end = end >= size
+            self.is_at_end = is_at_end
         return {"text": _plain(shown), "note": note}
 
     def go_on(self) -> None:

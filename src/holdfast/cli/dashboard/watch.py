@@ -22,13 +22,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import loop
-from holdfast.agent import control, inspection
+from holdfast.agent import control
 from holdfast.cli.dashboard import picture
 from holdfast.cli.dashboard.picture import Known, Picture, Series, Told
 from holdfast.cli.runs import LocalRun, RemoteRun, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import changed
 from holdfast.log import Logger
+from holdfast.process.output import log_files
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership.model import Outcome
@@ -158,8 +159,8 @@ class Watch:
         found = picture.worker_of(self._known, rank)
         if found is None or not found[1].is_here or not self._may_read_files:
             raise HostError("the run has ended, and the log is not of this host")
-        path = inspection.log_path(text_of(found[0], stream), attempt)
-        return {"path": path, "attempt": inspection.attempt_of(path), **inspection.read_piece(path, offset)}
+        path = log_files.log_path(text_of(found[0], stream), attempt)
+        return {"path": path, "attempt": log_files.attempt_of(path), **log_files.read_piece(path, offset)}
 
     # The threads.
 
@@ -308,7 +309,7 @@ def report_text(run_id: str, outcome: Outcome, status: Mapping[str, Any]) -> str
     """The report that every node has printed, as far as the coordinator knows it."""
     from holdfast.agent import causes
     from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
-    from holdfast.failures import run_report
+    from holdfast.failures.report import run_text
     from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
     group = WorkerGroup(WorkerSpec("", 1, None, entrypoint=f"run {run_id}"))
@@ -316,7 +317,7 @@ def report_text(run_id: str, outcome: Outcome, status: Mapping[str, Any]) -> str
     allowed = sum(int(number_of(status, name) or 0) for name in ("restarts_used", "restarts_left"))
     round = int(number_of(status, "round") or 0)
     report = causes.report_of(RunResult(WorkerState.FAILED), outcome, group, RestartPolicy(allowed), round, None)
-    return run_report.text(changed(report, run_id=run_id)).strip("\n") if report is not None else None
+    return run_text(changed(report, run_id=run_id)).strip("\n") if report is not None else None
 
 
 def _last_word(question: control.Question) -> Mapping[str, Any] | None:

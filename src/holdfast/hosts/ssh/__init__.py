@@ -11,7 +11,7 @@ The parts, and what each decides or does:
     connection        one ssh process and its pipes
     run               the loop around all of it
 
-The other end of each connection is `cli/remote_agent.py`, which becomes the agent of its host.
+The other end of each connection is `remote_agent`, which becomes the agent of its host.
 
 **One connection.** Each host has one ssh process for as long as the run lasts:
 

@@ -16,12 +16,9 @@ PINGS_IN_TIMEOUT = 4
 _SSH_FAILED = 255  # The exit code of ssh itself. Agents do not use it.
 _NOT_FOUND = (126, 127)
 
-# The remote command needs no other quotes than these, because every kind of login shell knows them. The directory in
-# which ssh starts it is taken from the path of imports: a file there could have the name of a module.
-_BOOT = (
-    "import sys; sys.path[:] = [each for each in sys.path if each]; "
-    'from holdfast.cli.remote_agent import main; main("{mark}", {timeout_s:g})'
-)
+# These words need no quotes, whatever the login shell. -P keeps the directory in which ssh starts it out of the path of
+# imports: a file there could have the name of a module.
+_REMOTE = "-P -m holdfast remote-agent {mark} {timeout_s:g}"
 
 
 def ssh_command(ssh: Sequence[str], target: str, python: str, mark: str, timeout_s: float) -> list[str]:
@@ -37,8 +34,8 @@ def ssh_command(ssh: Sequence[str], target: str, python: str, mark: str, timeout
         "RemoteCommand=none",
     )
     options = [word for setting in settings for word in ("-o", setting)]
-    boot = _BOOT.format(mark=mark, timeout_s=timeout_s)
-    return [*ssh, "-T", "-e", "none", *options, "--", without_brackets(target), f"exec {quoted(python)} -c '{boot}'"]
+    remote = f"exec {quoted(python)} {_REMOTE.format(mark=mark, timeout_s=timeout_s)}"
+    return [*ssh, "-T", "-e", "none", *options, "--", without_brackets(target), remote]
 
 
 def without_brackets(target: str) -> str:
@@ -108,11 +105,11 @@ def _meaning_of_start(status: int, said: str, last: str, python: str) -> str:
     other = "; --remote-python names another one"
     if status in _NOT_FOUND:
         return f"there is no interpreter {python} on it{other}"
-    if re.search(r"No module named '?holdfast\.", said):
+    if re.search(r"No module named '?holdfast\.|unknown command 'remote-agent'", said):
         return f"its holdfast (of {python}) is another version; install the one of this host{other}"
     if re.search(r"No module named '?holdfast'?\s*$", said):
         return f"holdfast is not installed for {python} on it; install it there{other}"
-    if "SyntaxError" in said or "requires" in last:
+    if "SyntaxError" in said or "nknown option: -P" in said or "requires" in last:
         return f"{python} on it cannot run holdfast, which needs Python 3.11 or newer{other}"
     words = f": {last}" if last else ", and did not say why"
     return f"holdfast cannot be started with {python} on it (exit status {status}){words}"

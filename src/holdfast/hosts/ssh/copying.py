@@ -13,7 +13,8 @@ import signal
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import IO
+from itertools import islice
+from typing import IO, Any
 
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import frozen
@@ -47,10 +48,22 @@ def pack(what: str, script: str, directory: str) -> Archive:
         name = os.path.basename(script)
         return _packed([(script, name)], repr(script), name)
     name = _name_in(directory, script) if script else ""
-    found = list(_files_in(directory))
-    left_out = sorted({os.path.basename(path) for path, name in found if not name})
-    besides = f" without {', '.join(left_out)}" if left_out else ""
-    return _packed([each for each in found if each[1]], f"{directory}{besides}", name)
+    files: list[tuple[str, str]] = []
+    left_out = set()
+    for path, below in _files_in(directory):
+        if not below:
+            left_out.add(os.path.basename(path))
+        elif len(files) == MOST_FILES:
+            raise _too_much(directory)
+        else:
+            files.append((path, below))
+    besides = f" without {', '.join(sorted(left_out))}" if left_out else ""
+    return _packed(files, f"{directory}{besides}", name)
+
+
+def _too_much(contents: str) -> UserError:
+    limit = f"{MOST_FILES} files or {MOST_BYTES >> 20} MiB"
+    return UserError(f"--copy: {contents} has more than {limit}; copy it to the hosts by other means")
 
 
 def _name_in(directory: str, script: str) -> str:
@@ -64,10 +77,14 @@ def _name_in(directory: str, script: str) -> str:
 
 def _files_in(directory: str, below: str = "") -> Iterator[tuple[str, str]]:
     """Each path with its name in the archive; a name is empty if the path is left out."""
+    most = MOST_FILES + len(LEFT_OUT)
     try:
-        entries = sorted(os.scandir(os.path.join(directory, below)), key=lambda entry: entry.name)
+        with os.scandir(os.path.join(directory, below)) as scanned:
+            entries = sorted(islice(scanned, most + 1), key=lambda entry: entry.name)
     except OSError as error:
         raise UserError(f"--copy directory: {error.filename!r} cannot be read: {error.strerror}") from None
+    if len(entries) > most:
+        raise _too_much(directory)
     for entry in entries:
         name = os.path.join(below, entry.name)
         is_directory = entry.is_dir(follow_symlinks=False)
@@ -91,16 +108,14 @@ def _packed(files: list[tuple[str, str]], contents: str, script: str) -> Archive
 
 def _write(packed: IO[bytes], files: list[tuple[str, str]], contents: str) -> int:
     """Returns the size of all files together."""
-    total, count = 0, 0
+    total = 0
     with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
         for path, name in files:
             try:
                 entry = archive.gettarinfo(path, name)
-                count += 1
                 total += entry.size
-                if count > MOST_FILES or total > MOST_BYTES:
-                    limit = f"{MOST_FILES} files or {MOST_BYTES >> 20} MiB"
-                    raise UserError(f"--copy: {contents} has more than {limit}; copy it to the hosts by other means")
+                if total > MOST_BYTES:
+                    raise _too_much(contents)
                 if entry.isreg():
                     with open(path, "rb") as file:
                         archive.addfile(entry, file)
@@ -147,8 +162,10 @@ class Keeper:
     def unpack(self, file: IO[bytes]) -> None:
         try:
             with tarfile.open(fileobj=file, mode="r:gz") as archive:
-                # What comes from the user's own command is trusted, links that lead elsewhere included.
-                archive.extractall(self.directory, filter="tar")
+                # What comes from the user's own command is trusted, links that lead elsewhere included. The argument
+                # came with 3.11.4; before, this is how every archive was unpacked.
+                options: Any = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
+                archive.extractall(self.directory, **options)
         except OSError as error:
             raise HostError(f"the copy cannot be unpacked in {self.directory}: {error.strerror or error}") from None
 

@@ -267,7 +267,7 @@ class _HostsRun:
     def _start(self, host: int, place: int | None) -> None:
         job, archive, connection = self._job.job, self._job.archive, self._connections[host]
         endpoint = "" if place is None else endpoint_text(self._hellos[place].address, self._hellos[place].port)
-        arguments = job.agent_command(*self._job.engine_options(host, endpoint))[3:]
+        arguments = job.agent_arguments(*self._job.engine_options(host, endpoint))
         order = messages.Order(
             self._job.token, self._frame_mark, self._names[host], job.directory, tuple(arguments), job.grace_s,
             job.environment, host == place, None if archive is None else archive.size,

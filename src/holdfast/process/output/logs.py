@@ -12,7 +12,7 @@
                 error.json             written by a failing worker
 
 Without a log dir the tree is made under the system's temporary directory, because error files need a place.
-`remove_if_unused` removes such a tree if nothing was written to it.
+`remove_if_unused` removes such a tree if nothing was written to it, or only errors of a run that did not fail.
 
 This module names files and makes directories, and opens the files that workers have left. `streams` opens the files
 for writing, and `pump` copies bytes.
@@ -44,6 +44,7 @@ RUN_ID_ENV = "TORCHELASTIC_RUN_ID"
 
 _TEMP_PREFIX = "torchelastic_"
 _FALLBACK_RUN_ID = "test_run_id"
+_ERROR_FILE = "error.json"
 
 # File systems allow 255 bytes for a name, some encrypted ones 143; the random suffix needs 9 of them.
 _RUN_ID_MAX_BYTES = 120
@@ -66,7 +67,7 @@ class Std(IntFlag):
         """Read `3` (a choice for every worker) or `0:1,12:3` (a choice for each local rank that is named)."""
         if re.fullmatch(r"[0-3]", vm):
             return cls(int(vm))
-        if not re.fullmatch(r"[0-9]+:[0-3](,[0-9]+:[0-3])*", vm):
+        if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", vm):
             raise UserError(
                 f"{vm!r} does not name streams: give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), "
                 "or a list of rank:value such as 0:3,1:2"
@@ -193,12 +194,15 @@ class DefaultLogsSpecs(LogsSpecs):
             envs[rank][ERROR_FILE_ENV] = "" if path == os.devnull else path
         return dest
 
-    def remove_if_unused(self) -> None:
-        """Remove those directories of a temporary log dir that hold no file; leave a user's log dir alone."""
+    def remove_if_unused(self, *, keep_errors: bool = True) -> None:
+        """Remove those directories of a temporary log dir that hold no file; leave a user's log dir alone. The errors
+        that led to restarts are of no use once the run has succeeded."""
         if not self._is_temporary:
             return
-        for directory, _, _ in os.walk(self._root, topdown=False):
+        for directory, _, names in os.walk(self._root, topdown=False):
             with suppress(OSError):  # It holds a file, or another program has removed it.
+                if _ERROR_FILE in names and not keep_errors:
+                    os.unlink(os.path.join(directory, _ERROR_FILE))
                 os.rmdir(directory)
 
     def _lay_out(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -212,7 +216,7 @@ class DefaultLogsSpecs(LogsSpecs):
         for rank in range(len(envs)):
             worker_dir = attempt_dir and os.path.join(attempt_dir, str(rank))
             is_hidden = bool(self._local_ranks_filter and rank not in self._local_ranks_filter)
-            dest.error_files[rank] = _path_in(worker_dir, "error.json")
+            dest.error_files[rank] = _path_in(worker_dir, _ERROR_FILE)
             for stream, name, paths, tee_paths in (
                 (Std.OUT, "stdout.log", dest.stdouts, dest.tee_stdouts),
                 (Std.ERR, "stderr.log", dest.stderrs, dest.tee_stderrs),

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from holdfast import signals, stdio
@@ -29,6 +29,7 @@ from holdfast.process.output.logs import LogsDest, open_left_file
 if TYPE_CHECKING:
     from holdfast.process.output.terminal import TerminalView
     from holdfast.process.output.watch import OutputWatch
+    from holdfast.process.workers.group import GroupSpec
 
 logger = Logger(__name__)
 
@@ -41,20 +42,16 @@ class Outlets:
 
     def __init__(
         self,
-        name: str,
+        spec: GroupSpec,
         destinations: LogsDest,
-        prefixes: Mapping[int, str],
-        filters: Mapping[str, Sequence[str] | None],
-        watch: OutputWatch | None = None,
-        *,
         ranks: Mapping[int, int],
-        prefix: str = "auto",
-        copied: Mapping[str, Copied] | None = None,
+        prefixes: Mapping[int, str],
+        watch: OutputWatch | None,
+        copied: Mapping[str, Copied],
     ) -> None:
-        self._name = name
-        self._copied = copied or {}
+        self._spec = spec
+        self._copied = copied
         self._ranks = ranks
-        self._prefix_choice = prefix
         self._views: dict[object, TerminalView] = {}
         self._places = {
             "stdout": (destinations.stdouts, destinations.tee_stdouts, destinations.filtered_stdout),
@@ -62,6 +59,7 @@ class Outlets:
         }
         self._run_dir = os.path.dirname(os.path.dirname(destinations.filtered_stdout))
         self._prefixes = prefixes
+        filters = {"stdout": spec.duplicate_stdout_filters, "stderr": spec.duplicate_stderr_filters}
         self._filters = {
             stream: tuple(each.encode(errors="surrogateescape") for each in needles or ())
             for stream, needles in filters.items()
@@ -102,7 +100,7 @@ class Outlets:
         if stream == "stdout" and self._watch is None and not is_teed:
             if path:
                 return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            if not self._is_shared and self._prefix_choice != "always":
+            if not self._is_shared and self._spec.prefix != "always":
                 return dup_or_null(1)
         return self._open_through_pump(stream, rank, path, is_teed)
 
@@ -135,18 +133,18 @@ class Outlets:
     def _prefix(self, rank: int, is_teed: bool, is_terminal: bool) -> bytes:
         """What stands before each line on the console."""
         is_usual = is_teed or (is_terminal and self._is_shared)
-        is_wanted = is_usual if self._prefix_choice == "auto" else self._prefix_choice == "always"
+        is_wanted = is_usual if self._spec.prefix == "auto" else self._spec.prefix == "always"
         return self._label(rank, is_teed) if is_wanted else b""
 
     def _label(self, rank: int, is_teed: bool) -> bytes:
-        usual = f"[{self._name}{rank}]:" if is_teed else f"[rank {self._ranks[rank]}] "
+        usual = f"[{self._spec.role}{rank}]:" if is_teed else f"[rank {self._ranks[rank]}] "
         return self._prefixes.get(rank, usual).encode(errors="surrogateescape")
 
     def _view(self, fd: int) -> TerminalView:
         """That of the terminal, which stdout and stderr share as a rule."""
         from holdfast.process.output.terminal import TerminalView
 
-        folds = self._is_shared and self._prefix_choice != "never"
+        folds = self._is_shared and self._spec.prefix != "never"
         can_erase = os.environ.get("TERM", "dumb") != "dumb"
         return self._views.setdefault(stdio.file_behind(fd), TerminalView(folds=folds, can_erase=can_erase))
 
@@ -176,7 +174,7 @@ class Outlets:
         with contextlib.suppress(ValueError):
             signals.inbox().size_listeners.remove(self._pump.pass_on_size)
         if will_end and not self._pump.drain(_DRAIN_PATIENCE_S):
-            logger.warning("some output of %s could not be written in time and is lost", self._name)
+            logger.warning("some output of %s could not be written in time and is lost", self._spec.role)
         self._pump.close()
         for fd in self._filtered_fds.values():
             if fd is not None:

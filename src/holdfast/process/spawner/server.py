@@ -143,13 +143,15 @@ class Spawner:
             self._channel.flush()
             for worker in self._starting():
                 self._hear_start(worker)
+            if self._template is not None and self._template.is_ready and not self._forking:
+                self._template.deadline = None
             self._hear_template()
             self._reap()
             self._orders.extend(self._channel.receive())
             while self._orders:
                 self._obey(*self._orders.popleft())
             if self._template is not None:
-                self._template.send_orders(self._pid)
+                self._template.send_orders(self._pid, time.monotonic())
             self._reap()
             self._enforce_lease()
             self._go_on_sweeping()

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     Message = tuple[Any, ...]
 
-PACKET_BYTES = 1 << 15
+PACKET_BYTES, MOST_DESCRIPTORS = 1 << 15, 253  # As in `wire`.
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 MARK_PREFIX = b"HOLDFAST_TREE="
 BLAS_THREADS = b"OPENBLAS_NUM_THREADS"
@@ -95,7 +95,8 @@ class Template:
 
     def receive(self) -> "tuple[Message, list[int]]":
         try:
-            body, rights, _, _ = self.sock.recvmsg(PACKET_BYTES, _socket.CMSG_SPACE(4 * 64), _socket.MSG_CMSG_CLOEXEC)
+            space = _socket.CMSG_SPACE(4 * MOST_DESCRIPTORS)
+            body, rights, _, _ = self.sock.recvmsg(PACKET_BYTES, space, _socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:  # It did not read the last report.
             body = b""
         if not body:

@@ -1,13 +1,15 @@
 """The spawner's end of its template (see `template`): what was asked of it, what it has said, and orders to it.
 
 A template is importing, then ready; while it is asked whether it is still good it is not ready. The spawner drops it
-when it says that it is stale or unfit, when it dies, or when it takes longer than it may.
+when it says that it is stale or unfit, when it dies, when its imports take longer than they may, or when it does not
+answer: neither the question nor an order to fork takes it long.
 """
 
 from __future__ import annotations
 
 import os
 
+from holdfast import procfs
 from holdfast.process.spawner.wire import BYTECODE, channel_pair
 
 TYPE_CHECKING = False
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 # The command line, the names of the modules, the `sys.path` to import with (None: that of the command line), and how
 # many seconds the imports may take.
 Wanted = tuple[list[bytes], list[str], list[str] | None, float]
+
+ANSWER_PATIENCE_S = 5.0
 
 
 class Template:
@@ -48,7 +52,7 @@ class Template:
 
     def check(self, now: float) -> None:
         """Ask whether it is still good."""
-        self.is_ready, self._began, self.deadline = False, now, now + self.wanted[3]
+        self.is_ready, self._began, self.deadline = False, now, now + ANSWER_PATIENCE_S
         self.channel.send(("check",))
 
     def order(self, order: Message, report_fd: int, fds: dict[str, int]) -> None:
@@ -57,9 +61,10 @@ class Template:
         self._orders.append((*order, names))
         self._fds += [os.dup(fd) for fd in (report_fd, *map(fds.__getitem__, names))]
 
-    def send_orders(self, spawner: int) -> None:
+    def send_orders(self, spawner: int, now: float) -> None:
         """Together, because each message costs the template a process in between."""
         if self._orders:
+            self.deadline = now + ANSWER_PATIENCE_S
             self.channel.send(("start", spawner, self._orders), tuple(self._fds))
             self._orders, self._fds = [], []
 
@@ -83,7 +88,13 @@ class Template:
     def is_late(self, now: float) -> bool:
         if self.deadline is None or now < self.deadline:
             return False
-        self.reason = self.reason or f"{self._module or 'Python'} takes longer than {self.wanted[3]:g} s to import"
+        if self.was_ready:
+            silence = f"the template (process {self.pid}) did not answer within {ANSWER_PATIENCE_S:g} s"
+        elif procfs.state(self.pid) == "T":
+            silence = f"the process that imports {self._module} was stopped by a signal"
+        else:
+            silence = f"{self._module or 'Python'} takes longer than {self.wanted[3]:g} s to import"
+        self.reason = self.reason or silence
         return True
 
     def words_of_end(self, exitcode: int) -> str:

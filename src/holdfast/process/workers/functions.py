@@ -10,7 +10,7 @@ from holdfast.errors import UserError
 from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.wire import Peers, memory_file
-from holdfast.process.workers.group import PContext
+from holdfast.process.workers.group import GroupSpec, PContext
 
 
 class MultiprocessContext(PContext):
@@ -24,31 +24,31 @@ class MultiprocessContext(PContext):
         envs: dict[int, dict[str, str]],
         start_method: str,
         *others: Any,
-        link: SpawnerLink | None = None,
         **more: Any,
     ) -> None:
-        if start_method not in ("spawn", "fork", "forkserver"):
-            raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
-        self.start_method = start_method
-        sent = args if start_method != "fork" else {}
-        self._payloads = {rank: command.pickled_call(entrypoint, values) for rank, values in sent.items()}
-        if start_method == "fork":  # A spawner that is older than this call does not hold the function.
-            link = None
-        super().__init__(name, entrypoint, args, envs, *others, link=link, **more)
+        super().__init__(name, entrypoint, args, envs, *others, start_method=start_method, **more)
+
+    def _set_up(self, spec: GroupSpec, args: dict[int, tuple[Any, ...]], *others: Any, **more: Any) -> None:
+        if spec.start_method not in ("spawn", "fork", "forkserver"):
+            raise UserError(f"unknown start method {spec.start_method!r}; there are spawn, fork and forkserver")
+        assert callable(spec.entrypoint)
+        self._is_fork = spec.start_method == "fork"
+        self._calls = {rank: (spec.entrypoint, tuple(values)) for rank, values in args.items()}
+        self._payloads = {} if self._is_fork else {rank: command.pickled_call(*self._calls[rank]) for rank in args}
+        if self._is_fork:  # A spawner that is older than this call does not hold the function.
+            more["link"] = None
+        super()._set_up(spec, args, *others, **more)
         self._peers = Peers()
         self._resources.callback(self._peers.close)
 
     def _make_link(self) -> SpawnerLink:
-        if self.start_method == "fork":
-            assert callable(self.entrypoint)
-            return SpawnerLink.fork({rank: (self.entrypoint, tuple(args)) for rank, args in self.args.items()})
-        return super()._make_link()
+        return SpawnerLink.fork(self._calls) if self._is_fork else super()._make_link()
 
     def _describe(self, rank: int, fds: dict[str, int]) -> tuple[str, tuple[str, ...]]:
         fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
         if self.nprocs > 1:
             fds |= self._peers.descriptors(is_last=rank == self.nprocs - 1)
-        if self.start_method == "fork":
+        if self._is_fork:
             return "memory", ()
         fds["HOLDFAST_PAYLOAD"] = memory_file(self._payloads[rank])
         return "exec" if self._template is None else "warm", command.function_command()

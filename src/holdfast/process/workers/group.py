@@ -13,6 +13,7 @@ asks `poll_start` and `poll_stop` whether that is done. Stopping is the kill lad
 from __future__ import annotations
 
 import abc
+import errno
 import os
 import signal
 import time
@@ -23,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 from holdfast import signals
 from holdfast.errors import HostError
 from holdfast.failures import oom
+from holdfast.failures.records import Failure
 from holdfast.frozen import changed, frozen
 from holdfast.log import Logger
-from holdfast.process.errors import ProcessFailure
+from holdfast.process.errors import ProcessFailure, read_error
 from holdfast.process.output.logs import LogsDest, LogsSpecs, logs_dir
 from holdfast.process.output.streams import Outlets, dup_or_null
 from holdfast.process.spawner import command
@@ -37,13 +39,28 @@ from holdfast.process.workers.worker import RunProcsResult, Slot
 if TYPE_CHECKING:
     from holdfast.process.output.lines import Copied
     from holdfast.process.output.watch import OutputWatch
-    from holdfast.process.spawner.warm import Wanted
 
 logger = Logger(__name__)
 
 DEFAULT_GRACE_S = 30.0
 # Each order has about five descriptors in flight. More at once would not start anything sooner.
 _MOST_UNDERWAY = 16
+# Errors that come again at every start. Most lie with the program: it is missing, may not be executed, is not for this
+# machine, or its arguments are too long. The last is this process's own limit of open files.
+_LASTING_ERRORS = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR}
+    | {errno.ENOEXEC, errno.ELIBBAD, errno.EINVAL, errno.E2BIG, errno.EMFILE}
+)
+
+
+class SpawnerLostError(HostError):
+    """The spawner died while it was starting the group."""
+
+
+def is_curable(error: Exception) -> bool:
+    """Whether a group that could not be started because of this error may start next time: the spawner died, or the
+    host lacked something for a moment."""
+    return isinstance(error, SpawnerLostError) or (isinstance(error, OSError) and error.errno not in _LASTING_ERRORS)
 
 
 @frozen
@@ -76,11 +93,8 @@ class GroupSpec:
 
 
 class PContext(abc.ABC):
-    """A group of processes that start and stop together. Made by `start_processes` or `new_group`.
-
-    A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner kills
-    the processes. A `watch` notes when they write something, and `copied` counts what passes through the pump.
-    """
+    """A group of processes that start and stop together. `new_group` makes one of a `GroupSpec`. The constructors are
+    for callers that have none."""
 
     def __init__(
         self,
@@ -93,24 +107,38 @@ class PContext(abc.ABC):
         duplicate_stdout_filters: Sequence[str] | None = None,
         duplicate_stderr_filters: Sequence[str] | None = None,
         *,
+        start_method: str = "spawn",
         numa_options: Any = None,
+    ) -> None:
+        filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+        spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
+        self._set_up(spec, args, envs, log_line_prefixes)
+
+    def _set_up(
+        self,
+        spec: GroupSpec,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        log_line_prefixes: dict[int, str] | None = None,
+        *,
         link: SpawnerLink | None = None,
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
-        prefix: str = "auto",
         copied: Mapping[str, Copied] | None = None,
-        template: Wanted | None = None,
     ) -> None:
+        """A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner
+        kills the processes. A `watch` notes when they write something, and `copied` counts what passes the pump."""
         for what, mapping in (("args", args), ("envs", envs)):
             if set(mapping) != set(range(len(args))):
                 expected = list(range(len(args)))
                 raise RuntimeError(f"{what} must have the local ranks {expected} as keys, not {sorted(mapping)}")
-        self.name = name
-        self.entrypoint = entrypoint
+        self._spec = spec
+        self.name = spec.role
+        self.entrypoint = spec.entrypoint
         self.args = args
         self.envs = envs
         self.nprocs = len(args)
-        self.destinations: LogsDest = logs_specs.reify(envs)
+        self.destinations: LogsDest = spec.logs_specs.reify(envs)
         self.stdouts = self.destinations.stdouts
         self.stderrs = self.destinations.stderrs
         self.error_files = self.destinations.error_files
@@ -118,15 +146,12 @@ class PContext(abc.ABC):
         self.filtered_stderr = self.destinations.filtered_stderr
         self.logs_dir = logs_dir(self.destinations)
         self.survivors: tuple[tuple[int, str], ...] = ()
-        filters = {"stdout": duplicate_stdout_filters, "stderr": duplicate_stderr_filters}
         ranks = {rank: _global_rank(rank, env) for rank, env in envs.items()}
-        shown = (self.destinations, log_line_prefixes or {}, filters, watch)
-        self._outlets = Outlets(name, *shown, ranks=ranks, prefix=prefix, copied=copied)
-        self._numa_options = numa_options
+        self._outlets = Outlets(spec, self.destinations, ranks, log_line_prefixes or {}, watch, copied or {})
+        self._template = command.template_for(spec, next(iter(args.values()), ()))
         self._link = link
         self._owns_link = link is None
         self._lease = lease
-        self._template = template
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
         self._kills_before: oom.MemoryKills | None = None
@@ -175,7 +200,7 @@ class PContext(abc.ABC):
                     name = self.entrypoint if isinstance(self.entrypoint, str) else command.name_of(self.entrypoint)
                     raise OSError(slot.refusal, os.strerror(slot.refusal), name)
             if self._lost_how and (len(self._slots) < self.nprocs or any(s.pid is None for s in self._slots.values())):
-                raise HostError(f"the processes of {self.name} were not all started: the spawner {self._lost_how}")
+                raise SpawnerLostError(f"the spawner {self._lost_how}")
             with starting:
                 self._order_more()
         return len(self._slots) == self.nprocs and not any(slot.is_underway for slot in self._slots.values())
@@ -223,11 +248,11 @@ class PContext(abc.ABC):
         return SpawnerLink.launch()
 
     def _cpus(self, rank: int) -> frozenset[int]:
-        if self._numa_options is None:
+        if self._spec.numa_options is None:
             return frozenset()
         from holdfast.process.workers import cpus
 
-        return cpus.cpus_for(self._numa_options, rank, self.nprocs)
+        return cpus.cpus_for(self._spec.numa_options, rank, self.nprocs)
 
     # Watching.
 
@@ -349,13 +374,22 @@ class PContext(abc.ABC):
 
     def _failure(self, slot: Slot) -> ProcessFailure:
         assert slot.pid is not None
-        tail, memory = self._outlets.stderr_tail(slot.local_rank), self._memory_evidence(slot)
-        evidence = changed(slot.blamed, error=slot.box().error, stack=slot.stack(), stderr_tail=tail, memory=memory)
-        error_file = self.error_files.get(slot.local_rank, "")
+        rank, (message, traceback, timestamp) = slot.local_rank, read_error(slot.box().error or {})
+        evidence = changed(
+            slot.blamed,
+            message=message,
+            traceback=traceback,
+            stack=slot.stack(),
+            stderr_tail=self._outlets.stderr_tail(rank),
+            memory=self._memory_evidence(slot),
+        )
         # One that hangs has no exit status yet, or never will; the one that it has got says how it was stopped. One
         # that has raised is about to end with 1.
         exitcode = int(slot.has_raised()) if slot.exitcode is None else slot.exitcode
-        return ProcessFailure(slot.local_rank, slot.pid, exitcode, error_file, evidence, slot.order)
+        known = Failure(
+            rank=_global_rank(rank, self.envs[rank]), timestamp=timestamp or 0, order=slot.order, evidence=evidence
+        )
+        return ProcessFailure(rank, slot.pid, exitcode, self.error_files.get(rank, ""), known)
 
     def _memory_evidence(self, slot: Slot) -> str:
         # A shell whose child was killed says so with its own exit code.
@@ -460,15 +494,15 @@ def new_group(
     log_line_prefixes: dict[int, str] | None = None,
     **more: Any,
 ) -> PContext:
-    """One life of a group, before its start. `more` are the `link`, `lease`, `watch` and `copied` of `PContext`."""
-    logs = (spec.logs_specs, log_line_prefixes, spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
-    template = command.template_for(spec, next(iter(args.values()), ()))
-    more |= {"numa_options": spec.numa_options, "prefix": spec.prefix, "template": template}
-    if isinstance(spec.entrypoint, str):
-        return SubprocessContext(spec.role, spec.entrypoint, args, envs, *logs, **more)
-    from holdfast.process.workers.functions import MultiprocessContext
+    """One life of a group, before its start. `more` are the `link`, `lease`, `watch` and `copied` of `_set_up`."""
+    kind: type[PContext] = SubprocessContext
+    if callable(spec.entrypoint):
+        from holdfast.process.workers.functions import MultiprocessContext
 
-    return MultiprocessContext(spec.role, spec.entrypoint, args, envs, spec.start_method, *logs, **more)
+        kind = MultiprocessContext
+    context = kind.__new__(kind)
+    context._set_up(spec, args, envs, log_line_prefixes, **more)
+    return context
 
 
 def start_processes(

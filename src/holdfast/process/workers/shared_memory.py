@@ -1,8 +1,9 @@
 """Removes the shared memory that a stopped round has left in /dev/shm (`--clean-shm`).
 
-A worker that is killed leaves its files there, and their memory stays in use until a host restarts. Which files a round
-used is in the memory maps of its processes, which are read just before they are stopped (`mapped_by`). When all of them
-are gone, a thread looks whether any process maps one of these files or has it open, and removes the others
+A worker that is killed leaves its files there, and their memory stays in use until a host restarts. A file that was
+there before the round (`present`) is not the round's. Which of the others it has made is in the memory maps of its
+processes, which are read just before they are stopped (`mapped_by`): a file that they share and can write to. When all
+of them are gone, a thread looks whether any process maps one of these files or has it open, and removes the others
 (`Cleaning`). A process that opens a file by its name in between finds it gone.
 
 What a process had mapped that was dead before the stop began is not known, unless another process of the round had
@@ -11,13 +12,14 @@ mapped it, too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 
 from holdfast import procfs
-from holdfast.frozen import frozen
 from holdfast.log import Logger
+from holdfast.process import devices
 from holdfast.process.workers.stop_work import StopWork
 
 logger = Logger(__name__)
@@ -28,33 +30,38 @@ DIRECTORY = "/dev/shm"
 Identity = tuple[int, int]
 
 
-@frozen
-class Cleaned:
-    """`size_bytes` is the memory that was freed. `unreadable` are processes of this user that may use the files, but
-    cannot be asked; because of them nothing was removed."""
-
-    count: int = 0
-    size_bytes: int = 0
-    unreadable: tuple[int, ...] = ()
+def present(directory: str = DIRECTORY) -> frozenset[Identity]:
+    """The files that are in the directory now."""
+    found = set()
+    for name in devices.names(directory):
+        with contextlib.suppress(OSError):  # It was removed just now.
+            status = os.lstat(f"{directory}/{name}")
+            found.add((status.st_dev, status.st_ino))
+    return frozenset(found)
 
 
 def mapped_by(pids: Iterable[int], directory: str = DIRECTORY) -> dict[str, Identity]:
-    """The files in the directory that these processes and all below them have mapped, by their paths."""
+    """The files in the directory that these processes and all below them share and can write to, by their paths. A
+    process that has changed its user does not count."""
     found: dict[str, Identity] = {}
     for each in [each for pid in pids for each in (pid, *procfs.descendants_of(pid))]:
         try:
-            found |= {path: file for path, file in _mappings(each) if os.path.dirname(path) == directory}
+            if os.stat(f"/proc/{each}").st_uid == os.geteuid():
+                files = ((path, file) for path, file, mode in _mappings(each) if "w" in mode and "s" in mode)
+                found |= {path: file for path, file in files if os.path.dirname(path) == directory}
         except OSError:
-            continue  # It has ended, or has changed its user.
+            continue  # It has ended.
     return found
 
 
-def remove_unused(files: Mapping[str, Identity]) -> Cleaned:
-    """Remove those of the files that belong to this user and that no process maps or has open."""
+def remove_unused(files: Mapping[str, Identity]) -> tuple[int, int, list[int]]:
+    """Remove those of the files that belong to this user and that no process maps or has open. How many files and how
+    many bytes that were; and the processes of this user that cannot be asked whether they use the files. If there are
+    any, nothing is removed."""
     used, unreadable = _used_by_any_process(set(files.values()))
-    if unreadable:
-        return Cleaned(unreadable=tuple(unreadable))
     count = size_bytes = 0
+    if unreadable:
+        return count, size_bytes, unreadable
     for path, file in files.items():
         try:
             found = os.lstat(path)
@@ -64,7 +71,7 @@ def remove_unused(files: Mapping[str, Identity]) -> Cleaned:
                 count, size_bytes = count + 1, size_bytes + found.st_blocks * 512
         except OSError:
             continue  # A process of the round has removed it in time, as it should.
-    return Cleaned(count, size_bytes)
+    return count, size_bytes, unreadable
 
 
 def _used_by_any_process(files: set[Identity]) -> tuple[set[Identity], list[int]]:
@@ -73,7 +80,7 @@ def _used_by_any_process(files: set[Identity]) -> tuple[set[Identity], list[int]
     unreadable = []
     for pid in procfs.all_pids():
         try:
-            used.update(file for _, file in _mappings(pid) if file in files)
+            used.update(file for _, file, _ in _mappings(pid) if file in files)
             used.update(file for file in _open_files(pid) if file in files)
         except PermissionError:
             if _is_of_this_user(pid):
@@ -83,14 +90,14 @@ def _used_by_any_process(files: set[Identity]) -> tuple[set[Identity], list[int]
     return used, unreadable
 
 
-def _mappings(pid: int) -> Iterator[tuple[str, Identity]]:
-    """The files that a process has mapped: `address mode offset major:minor inode path`."""
+def _mappings(pid: int) -> Iterator[tuple[str, Identity, str]]:
+    """The files that a process has mapped, with their modes: `address mode offset major:minor inode path`."""
     with open(f"/proc/{pid}/maps", errors="surrogateescape") as maps:
         for line in maps:
             parts = line.rstrip("\n").split(maxsplit=5)
             if len(parts) == 6 and parts[4] != "0":
                 major, _, minor = parts[3].partition(":")
-                yield parts[5], (os.makedev(int(major, 16), int(minor, 16)), int(parts[4]))
+                yield parts[5], (os.makedev(int(major, 16), int(minor, 16)), int(parts[4])), parts[1]
 
 
 def _open_files(pid: int) -> Iterator[Identity]:
@@ -112,14 +119,14 @@ def _is_of_this_user(pid: int) -> bool:
 
 
 class Cleaning(StopWork):
-    """For one stop of a group: notes the files of its processes, which are about to be stopped, and removes them once
-    the processes are gone."""
+    """For one stop of a group: notes the files that its processes, which are about to be stopped, have made since
+    `before`, and removes them once the processes are gone."""
 
     option, otherwise = "--clean-shm", f"files may be left in {DIRECTORY}"
 
-    def __init__(self, pids: Iterable[int]) -> None:
+    def __init__(self, pids: Iterable[int], before: frozenset[Identity]) -> None:
         super().__init__()
-        self._files = mapped_by(pids)
+        self._files = {path: file for path, file in mapped_by(pids).items() if file not in before}
         self.is_underway = False
         self.is_done = not self._files
 
@@ -131,11 +138,11 @@ class Cleaning(StopWork):
         return self.is_done
 
     def _work(self) -> None:
-        cleaned = remove_unused(self._files)
-        if cleaned.unreadable:
-            shown = ", ".join(map(str, cleaned.unreadable[:8])) + (", ..." if len(cleaned.unreadable) > 8 else "")
+        count, size_bytes, unreadable = remove_unused(self._files)
+        if unreadable:
+            shown = ", ".join(map(str, unreadable[:8])) + (", ..." if len(unreadable) > 8 else "")
             text = "--clean-shm left %d files in %s: processes of this user cannot be read, and may use them (%s)"
             logger.warning(text, len(self._files), DIRECTORY, shown)
         else:
-            text = "--clean-shm removed %d of %d files in %s that the stopped workers had mapped (%d bytes)"
-            logger.info(text, cleaned.count, len(self._files), DIRECTORY, cleaned.size_bytes)
+            text = "--clean-shm removed %d of %d files in %s that the stopped workers had made (%d bytes)"
+            logger.info(text, count, len(self._files), DIRECTORY, size_bytes)

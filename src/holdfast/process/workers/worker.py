@@ -21,7 +21,7 @@ import signal
 from typing import Any
 
 from holdfast import procfs
-from holdfast.failures.report import Evidence
+from holdfast.failures.records import Evidence
 from holdfast.frozen import changed, dataclass, field
 from holdfast.process.errors import ProcessFailure
 from holdfast.process.spawner.bootstrap import ERROR, EVIDENCE_LIMIT, MAGIC, OWN_FILE, VALUE
@@ -53,12 +53,11 @@ class RunProcsResult:
 
 @dataclass(slots=True)
 class BlackBox:
-    """The content of a black box. `torn`: a record in it was cut short or cannot be read."""
+    """The content of a black box."""
 
     value: bytes | None = None
     error: dict[str, Any] | None = None
     text: str = ""
-    torn: bool = False
 
 
 def read_of(fd: int, *, is_function: bool) -> BlackBox:
@@ -79,7 +78,7 @@ def read_of(fd: int, *, is_function: bool) -> BlackBox:
 
 
 def read_blackbox(data: bytes) -> BlackBox:
-    """Never raises. Of several records of a kind the last one counts."""
+    """Never raises. Of several records of a kind the last whole one counts."""
     box = BlackBox()
     texts = []
     unread = search = 0
@@ -92,22 +91,17 @@ def read_blackbox(data: bytes) -> BlackBox:
         texts.append(data[unread:start])
         unread = search = body + int.from_bytes(data[body - 8 : body], "big")
         if max(body, unread) > len(data):
-            box.torn = True
             break
         if kind == VALUE:
             box.value = data[body:unread]
             continue
         import json
 
-        error = None
         with contextlib.suppress(ValueError, RecursionError):
             error = json.loads(data[body:unread])
-        box.error, box.torn = (error, box.torn) if isinstance(error, dict) else (box.error, True)
+            box.error = error if isinstance(error, dict) else box.error
     tail = data[unread:]
-    for cut in (MAGIC[:3], MAGIC[:2], MAGIC[:1]):
-        if tail.endswith(cut):
-            box.torn, tail = True, tail[: -len(cut)]
-            break
+    tail = next((tail[:-size] for size in (3, 2, 1) if tail.endswith(MAGIC[:size])), tail)
     box.text, own = b"".join([*texts, tail]).decode("utf-8", "replace"), f'"{OWN_FILE}", line '
     if own in box.text:
         box.text = "\n".join(line for line in box.text.split("\n") if own not in line)

@@ -27,28 +27,26 @@ HANDSHAKE_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 14
 _HUNG_UP = (errno.ECONNRESET, "it closed the connection")
 
+Connection = tuple[socket.socket, frames.Frames, protocol.Welcome]
+
 
 class TurnedAway(HoldfastError):  # noqa: N818
-    """The coordinator rejects this agent, is not one, or says nothing."""
+    """The coordinator rejects this agent, is not one, or says nothing. `fix` says what to do, where that is known."""
 
-    def __init__(self, text: str, obstacle: Obstacle = Obstacle.TURNED_AWAY) -> None:
+    def __init__(self, text: str, obstacle: Obstacle = Obstacle.MISTAKE, fix: str = "") -> None:
         super().__init__(text)
-        self.obstacle = obstacle
+        self.obstacle, self.fix = obstacle, fix
+
+
+class OtherToken(TurnedAway):
+    pass
 
 
 def obstacle_of(error: OSError | HoldfastError) -> Obstacle:
-    match error:
-        case HoldfastError():
-            return error.obstacle if isinstance(error, TurnedAway) else Obstacle.TURNED_AWAY
-        case socket.gaierror():
-            return Obstacle.NAME_UNKNOWN
-        case ConnectionResetError() | BrokenPipeError():
-            return Obstacle.HUNG_UP
-        case ConnectionRefusedError():
-            return Obstacle.REFUSED
-        case TimeoutError():
-            return Obstacle.TIMED_OUT
-    return Obstacle.UNREACHABLE
+    if isinstance(error, HoldfastError):
+        return error.obstacle if isinstance(error, TurnedAway) else Obstacle.MISTAKE
+    is_doubtful = isinstance(error, (socket.gaierror, ConnectionResetError, BrokenPipeError))
+    return Obstacle.DOUBTFUL if is_doubtful else Obstacle.PASSING
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class Target:
     def address(self) -> tuple[str, int]:
         return (self.host, self.port)
 
-    def connect(self, node: protocol.Introduction) -> tuple[socket.socket, frames.Frames, protocol.Welcome]:
+    def connect(self, node: protocol.Introduction) -> Connection:
         """A connection on which both sides have proved themselves. Raises OSError or `TurnedAway`."""
         sock = self._open()
         try:
@@ -127,13 +125,15 @@ class Target:
             return tls.wrap_socket(sock, server_hostname=self.host)
         except ssl.SSLCertVerificationError as error:
             problem = f"the certificate of {self.endpoint} is not accepted: {error.verify_message}"
-            raise TurnedAway(problem, Obstacle.BAD_CERTIFICATE) from None
+            fix = ("give the authority that signed it (--rdzv-conf tls_ca=FILE); the certificate must be valid and "
+                   "name the host of the endpoint")  # fmt: skip
+            raise TurnedAway(problem, fix=fix) from None
         except ssl.SSLEOFError:
             raise ConnectionResetError(*_HUNG_UP) from None
         except ssl.SSLError as error:
             hint = "; does it speak TLS?" if error.reason == "WRONG_VERSION_NUMBER" else ""
-            problem = f"no TLS connection to {self.endpoint}: {error.reason or error}{hint}"
-            raise TurnedAway(problem, Obstacle.NO_TLS) from None
+            fix = "leave tls_ca, tls_cert and tls_key out, or give the nodes of the run --tls-cert and --tls-key"
+            raise TurnedAway(f"no TLS connection to {self.endpoint}: {error.reason or error}{hint}", fix=fix) from None
         except TimeoutError:
             raise self._silent("does it speak TLS?") from None
 
@@ -150,18 +150,17 @@ class Target:
             key = keys.run_token(self.token, self.run_id)
             upward, downward = keys.connection_keys(key, (challenge.nonce, nonce), self.run_id, dialled)
             stream.seal(downward, upward)
-            self._read(sock, stream, protocol.Ready)  # Until then the agent tells nothing of itself.
+            self._read(sock, stream, protocol.Proved)  # Until then the agent tells nothing of itself.
             sock.sendall(stream.sealed(frames.encode(node)))
         welcome: protocol.Welcome = self._read(sock, stream, protocol.Welcome)
         return welcome
 
     def _challenge(self, sock: socket.socket, stream: frames.Frames) -> protocol.Challenge:
         challenge: protocol.Challenge = self._read(sock, stream, protocol.Challenge)
-        stream.peer_minor = challenge.minor
         ours, theirs = protocol.MAJOR, challenge.version
         if theirs != ours:
             problem = f"{self._who} speaks version {theirs} of the protocol, {self.asker} speaks {ours}"
-            raise TurnedAway(problem, Obstacle.OTHER_VERSION)
+            raise TurnedAway(problem, fix="install the same version of holdfast on all hosts")
         return challenge
 
     def _not_sealed(self, sock: socket.socket, stream: frames.Frames, body: bytes) -> TurnedAway:
@@ -172,10 +171,10 @@ class Target:
                 return self._denied(answer)
         with contextlib.suppress(OSError):  # So that the coordinator can say what was wrong, too.
             sock.sendall(stream.sealed(frames.encode(protocol.Denied("the token is another one"))))
-        return TurnedAway(f"{self._who} does not know {self.asker}'s token", Obstacle.OTHER_TOKEN)
+        return OtherToken(f"{self._who} does not know {self.asker}'s token")
 
     def _denied(self, denied: protocol.Denied) -> TurnedAway:
-        obstacle = Obstacle.UNREACHABLE if denied.is_passing else Obstacle.TURNED_AWAY
+        obstacle = Obstacle.PASSING if denied.is_passing else Obstacle.MISTAKE
         return TurnedAway(f"{self._who} turned {self.asker} away: {denied.reason}", obstacle)
 
     def _read(self, sock: socket.socket, stream: frames.Frames, kind: type) -> Any:
@@ -188,7 +187,7 @@ class Target:
                 data = sock.recv(_READ_BYTES)
                 if not data and self.tls is not None:
                     why = "closed the connection after the TLS handshake; does it want another certificate (tls_cert)?"
-                    raise TurnedAway(f"{self.endpoint} {why}", Obstacle.TLS_REFUSED)
+                    raise self._tls_refused(why)
                 if not data:
                     raise ConnectionResetError(*_HUNG_UP)
                 stream.feed(data)
@@ -203,14 +202,17 @@ class Target:
             if self.tls is None:
                 raise
             reason = getattr(error, "reason", "") or error.strerror
-            problem = f"{self.endpoint} does not accept {self.asker}'s certificate: {reason}"
-            raise TurnedAway(problem, Obstacle.TLS_REFUSED) from None
+            raise self._tls_refused(f"does not accept {self.asker}'s certificate: {reason}") from None
         if isinstance(message, protocol.Denied):
             raise self._denied(message)
         if not isinstance(message, kind):
-            problem = f"{self.endpoint} answers, but it is not a holdfast coordinator"
-            raise TurnedAway(problem, Obstacle.NOT_A_COORDINATOR)
+            raise TurnedAway(f"{self.endpoint} answers, but it is not a holdfast coordinator")
         return message
 
+    def _tls_refused(self, why: str) -> TurnedAway:
+        fix = "give a certificate that the coordinator's authority has signed: --rdzv-conf tls_cert=FILE,tls_key=FILE"
+        return TurnedAway(f"{self.endpoint} {why}", Obstacle.DOUBTFUL, fix)
+
     def _silent(self, hint: str) -> TurnedAway:
-        return TurnedAway(f"{self.endpoint} accepts connections but says nothing; {hint}", Obstacle.SILENT)
+        fix = "compare host and port with --rdzv-endpoint of the run; a coordinator that is frozen is silent, too"
+        return TurnedAway(f"{self.endpoint} accepts connections but says nothing; {hint}", Obstacle.PASSING, fix)

@@ -4,11 +4,19 @@ The thread is the one reader and the one writer of its connection, and passes wh
 agent's mailbox. Requests to the key-value store from other threads are numbered and answered by number. It goes on
 while the agent is busy stopping workers, and it decides nothing: what a closed connection or a missing answer means is
 the participant's business, and where the coordinator is a `Locator`'s.
+
+Finding the coordinator, connecting to it and starting one take time, and are done in other threads: heartbeats and the
+lease wait for none of them. The result comes through the inbox. An attempt to connect is given up at once when another
+one begins, because the coordinator has moved; the thread of the old one ends by its own limits. What others ask this
+node (`protocol.Query`) is answered in threads, too, one question at a time. A few may wait; to further ones the answer
+is at once that the agent is busy.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
 import os
 import queue
 import random
@@ -18,17 +26,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from holdfast.errors import HoldfastError, HostError
 from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
-from holdfast.rendezvous.client.handshake import Target, obstacle_of
-from holdfast.rendezvous.client.queries import Answering
+from holdfast.rendezvous.client.handshake import Connection, Target, obstacle_of
 from holdfast.rendezvous.client.reachability import Reachability, Say
 from holdfast.rendezvous.coordination import Mailbox
-from holdfast.rendezvous.membership import node, node_lease, protocol
+from holdfast.rendezvous.membership import model, node, node_lease, protocol
 from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 from holdfast.rendezvous.membership.node import Participant, Standing
 from holdfast.rendezvous.membership.protocol import Answer, Query, StoreAnswer, StoreRequest
@@ -38,6 +46,7 @@ logger = Logger(__name__)
 _READ_BYTES = 1 << 16
 _GOODBYE_S = 2.0
 _LONGEST_WAIT_S = 1e9
+_QUERIES_AT_MOST = 8
 _ANSWER_MARGIN_S = 1.0  # That the time is up is the coordinator's to say, if it can.
 
 _ToSend = StoreRequest | Query | Answer  # By threads of this process; the participant has no part in it.
@@ -53,12 +62,18 @@ class Locator(ABC):
         """Where to connect to now; may block. Raises OSError, `TurnedAway` or another HoldfastError."""
 
     @abstractmethod
-    def refused(self, target: Target) -> None:
-        """Nothing listens there. A locator may start a coordinator."""
+    def refused(self, target: Target) -> bool:
+        """Nothing listens there. Whether a coordinator was started, and serves; may block."""
 
-    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:  # noqa: B027
+    def locate(  # noqa: B027
+        self, known_term: int, node_count: int, is_wanted: Callable[[], bool], found: Callable[[], object]
+    ) -> None:
         """Look in the background whether a coordinator of a higher term is in office; call `found` if so. A locator
-        may start one if there is none and `is_wanted` still says so. By default there is no other place to look at."""
+        may start one if there is none and `is_wanted` still says so; `node_count` nodes look for it at the same time.
+        By default there is no other place to look at."""
+
+    def resigned(self) -> None:  # noqa: B027
+        """The coordinator steps down because etcd refuses its writes: another one will not do better at once."""
 
     def stop(self) -> None:  # noqa: B027
         """Let go of everything. By default there is nothing."""
@@ -66,8 +81,8 @@ class Locator(ABC):
 
 class Client:
     """To be made and run in a thread of its own. `deliver` and `set_lease` are called in it; `fail` too, when it cannot
-    go on. `stuck_for_s` says for how long the agent's loop has not turned. `answer` answers what others ask this
-    node."""
+    go on. `stuck_for_s` says for how long the agent's loop has not turned. `answer` turns what others ask this node
+    into an answer, both JSON."""
 
     def __init__(
         self,
@@ -77,8 +92,8 @@ class Client:
         set_lease: Callable[[float | None], None],
         fail: Callable[[Exception], None],
         reach: Reachability,
-        stuck_for_s: Callable[[], float] = lambda: 0.0,
-        answer: Callable[[bytes], bytes] | None = None,
+        stuck_for_s: Callable[[], float],
+        answer: Callable[[bytes], bytes],
     ) -> None:
         self.reach, self._locator, self._node = reach, locator, participant
         self._deliver, self._set_lease, self._fail = deliver, set_lease, fail
@@ -86,14 +101,17 @@ class Client:
         self._sock: socket.socket | None = None
         self._frames: Frames | None = None
         self._target: Target | None = None  # Of the last connection.
-        self._ticket = b""
+        self._secret = os.urandom(protocol.NONCE_BYTES)  # It proves that later connections are this node's.
+        self._dial: object = None  # The present attempt to connect. The results of all others are dropped.
         self._heard = 0  # Words of coordinators.
+        self._node_count = 1  # In the last round.
         self._outgoing = bytearray()
-        self._inbox: Mailbox[node.AgentEvent | node_lease.LeaderMoved | _ToSend | None] = Mailbox()
-        self._answering = Answering(answer, self._inbox.put) if answer is not None else None
-        self._asked: dict[int, queue.SimpleQueue[bytes]] = {}  # By the number of the query.
-        # Requests to the store, by number, and where their threads wait for the answers.
-        self._unanswered: dict[int, tuple[StoreRequest, queue.SimpleQueue[StoreAnswer]]] = {}
+        # What the agent did, what threads send, and what other threads have done for this one.
+        self._inbox: Mailbox[node.AgentEvent | _ToSend | Callable[[], None] | None] = Mailbox()
+        self._answer, self._query_turn = answer, threading.Lock()
+        self._query_places = threading.Semaphore(_QUERIES_AT_MOST)
+        # Requests to the store and queries, by number, and where their threads wait for the answers.
+        self._unanswered: dict[int, tuple[StoreRequest | Query, queue.SimpleQueue[Any]]] = {}
         self._sender = os.urandom(8)
         self._numbers = itertools.count(1)
         self._is_stopping = False
@@ -108,46 +126,48 @@ class Client:
         timeout_s = min(max(timeout_s, 0.0), _LONGEST_WAIT_S)
         number = next(self._numbers)
         request = StoreRequest(self._sender, number, operation, keys, timeout_s=timeout_s, **fields)  # type: ignore[arg-type]
-        encode(request)  # What is too large is the caller's mistake and must not surface in the thread.
-        answer: queue.SimpleQueue[StoreAnswer] = queue.SimpleQueue()
-        self._unanswered[number] = (request, answer)
+        # What is too large is the caller's mistake and must not surface in the thread.
+        if len(keys) > protocol.MAX_STORE_KEYS:
+            raise ValueError(
+                f"{len(keys)} keys in one request to the store, at most {protocol.MAX_STORE_KEYS} are possible"
+            )
+        encode(request)
         try:
-            if not self._inbox.put(request):
-                return StoreAnswer(number, problem=CONNECTION_CLOSED)
-            return answer.get(timeout=timeout_s + _ANSWER_MARGIN_S)
+            answer: StoreAnswer | None = self._exchange(request, timeout_s + _ANSWER_MARGIN_S)
         except queue.Empty:
             return StoreAnswer(number, problem="timeout")
-        finally:
-            del self._unanswered[number]
-
-    @property
-    def is_connected(self) -> bool:
-        return self._sock is not None
+        return answer or StoreAnswer(number, problem=CONNECTION_CLOSED)
 
     def ask(self, request: bytes, node_id: str, timeout_s: float) -> bytes:
         """Ask the coordinator, or the agent of that node; from any thread. Raises HostError if no answer comes."""
         frames = self._frames
         if frames is None:
             raise HostError(f"{self.reach.who} is out of reach at the moment")
-        if frames.peer_minor < protocol.MINOR_WITH_QUERIES:
-            raise HostError(f"{self.reach.who} is of an older version, which cannot be asked")
-        answer: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        number = next(self._numbers)
-        self._asked[number] = answer
         try:
-            self._inbox.put(Query(number, request, node_id))
-            return answer.get(timeout=timeout_s)
+            answer: Answer | None = self._exchange(Query(next(self._numbers), request, node_id), timeout_s)
         except queue.Empty:
             who = f"node {node_id}" if node_id else self.reach.who
             raise HostError(f"{who} did not answer within {timeout_s:g} s") from None
+        if answer is None:
+            raise HostError(CONNECTION_CLOSED)
+        return answer.body
+
+    def _exchange(self, message: StoreRequest | Query, timeout_s: float) -> Any:
+        """The answer, or None if the client has ended. Raises queue.Empty when the time is up."""
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._unanswered[message.number] = (message, answer)
+        try:
+            return answer.get(timeout=timeout_s) if self._inbox.put(message) else None
         finally:
-            del self._asked[number]
+            del self._unanswered[message.number]
+
+    @property
+    def is_connected(self) -> bool:
+        return self._sock is not None
 
     def stop(self) -> None:
         """Send what is to be sent, and end."""
         self._is_stopping = True
-        if self._answering is not None:
-            self._answering.stop()
         self._inbox.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(2 * _GOODBYE_S)
@@ -171,8 +191,12 @@ class Client:
             problem = error
         self._close()
         self._inbox.close()
-        for number, (_, answer) in self._unanswered.copy().items():
-            answer.put(StoreAnswer(number, problem=CONNECTION_CLOSED))
+        self._dial = None
+        for item in self._inbox.take():
+            if isinstance(item, partial) and item.func == self._connected:
+                item()  # Closes the connection.
+        for _, answer in self._unanswered.copy().values():
+            answer.put(None)
         if problem is not None:  # Told last: an agent that asks again finds that this has ended.
             self._fail(problem)
 
@@ -193,6 +217,8 @@ class Client:
         for item in self._inbox.take():
             if isinstance(item, _ToSend):
                 self._send(item)
+            elif callable(item):
+                item()
             elif item is not None:
                 self._step(item)
         self._read()
@@ -221,6 +247,9 @@ class Client:
                 case node_lease.Locate():
                     self._locate()
                 case _:
+                    if isinstance(command, model.Sealed):
+                        self._node_count = command.place.node_count
+                        self.reach.placed()
                     self._deliver(command)
 
     def _locate(self) -> None:
@@ -235,45 +264,85 @@ class Client:
         def is_wanted() -> bool:
             return self._heard == heard and not self._is_stopping
 
-        self._locator.locate(self._node.term, is_wanted, lambda: self._inbox.put(node_lease.LeaderMoved()))
+        self._locator.locate(self._node.term, self._node_count, is_wanted, lambda: self._inbox.put(self._move))
+
+    def _move(self) -> None:
+        """To the coordinator that the locator knows of by now."""
+        self._dial = None
+        self._step(node_lease.LeaderMoved())
+
+    # Connecting.
 
     def _connect(self) -> None:
+        self._dial = dial = object()
+        who = protocol.Introduction(self._node.facts.node_id, self._secret, self._node.term)
+        try:
+            threading.Thread(target=self._reach, args=(dial, who), name="holdfast-dial", daemon=True).start()
+        except RuntimeError as error:  # There are too many threads.
+            self._cannot_connect(dial, None, OSError(errno.EAGAIN, str(error)))
+
+    def _reach(self, dial: object, who: protocol.Introduction) -> None:
+        """In a thread of its own."""
         target = None
         try:
             target = self._locator.target()
-            who = protocol.Introduction(self._node.facts.node_id, self._ticket, self._node.term)
-            self._sock, self._frames, welcome = target.connect(who)
-        except (OSError, HoldfastError) as error:
-            self._cannot_connect(target, error)
-            return
-        self._target, self._ticket = target, welcome.ticket
-        self._heard += 1
-        self._say(self.reach.reached())
-        self._step(node.Welcomed(welcome.term, welcome.last_round))
-        for request, _ in self._unanswered.copy().values():
-            self._send(request)
+            connection = target.connect(who)
+            if not self._inbox.put(partial(self._connected, dial, target, connection)):
+                connection[0].close()
+        except Exception as error:
+            # Before anything that takes time: a refusal may extend the lease.
+            self._inbox.put(partial(self._cannot_connect, dial, target, error))
+            # This thread may be late: another agent has started one, and the run may be over by now.
+            is_wanted = self._sock is None and not self._is_stopping
+            if target is not None and isinstance(error, ConnectionRefusedError) and is_wanted:
+                try:
+                    if self._locator.refused(target):
+                        self._inbox.put(self._started)
+                except Exception as why:
+                    self._inbox.put(partial(self._tell, why, target))
 
-    def _cannot_connect(self, target: Target | None, error: OSError | HoldfastError) -> None:
+    def _started(self) -> None:
+        if self._sock is None and self._dial is None:
+            self._move()  # Without the rest of the pause.
+
+    def _connected(self, dial: object, target: Target, connection: Connection) -> None:
+        sock, frames, welcome = connection
+        if dial is not self._dial:
+            sock.close()
+            return
+        self._dial = None
+        self._sock, self._frames, self._target = sock, frames, target
+        self._heard += 1
+        self._say(self.reach.reached(time.monotonic()))
+        self._step(node.Welcomed(welcome.term, welcome.last_round, welcome.restarts_used))
+        for request, _ in self._unanswered.copy().values():
+            if isinstance(request, StoreRequest):
+                self._send(request)
+
+    def _cannot_connect(self, dial: object, target: Target | None, error: Exception) -> None:
+        if dial is not self._dial:
+            return
+        self._dial = None
         is_refused = target is not None and isinstance(error, ConnectionRefusedError)
         # Another coordinator's refusal says nothing about the one that this node was connected to.
         was_ours = self._target is None or (target is not None and target.address == self._target.address)
         self._tell(error, target)
-        # Before anything that takes time: a refusal may extend the lease.
         self._step(node_lease.ConnectFailed(is_refused and was_ours, random.random()))
-        if is_refused and target is not None:
-            try:
-                self._locator.refused(target)
-            except (OSError, HoldfastError) as why:
-                self._tell(why, target)
 
-    def _tell(self, error: OSError | HoldfastError, target: Target | None) -> None:
-        self._say(self.reach.failed(obstacle_of(error), _words(error, target, self.reach.who), time.monotonic()))
+    def _tell(self, error: Exception, target: Target | None) -> None:
+        if not isinstance(error, OSError | HoldfastError):
+            raise error
+        is_waiting = self._node.standing is Standing.WAITING
+        words = _words(error, target, self.reach.who)
+        self._say(self.reach.failed(obstacle_of(error), words, time.monotonic(), is_waiting=is_waiting))
 
     def _say(self, word: Say | None) -> None:
         if word is not None and word.gives_up:
             raise RendezvousConnectionError(word.text)
         if word is not None:
             logger.warning("%s", word.text)
+
+    # The connection.
 
     def _send(self, message: protocol.ToCoordinator) -> None:
         """At the end of the turn, with what else is sent in it: a join and its first heartbeat, say."""
@@ -312,17 +381,37 @@ class Client:
 
     def _take(self, message: Any) -> None:
         match message:
-            case StoreAnswer(number):
+            case StoreAnswer(number) | Answer(number):
                 if (asked := self._unanswered.get(number)) is not None:
                     asked[1].put(message)
-            case Answer(number, body):
-                if (waiting := self._asked.get(number)) is not None:
-                    waiting.put(body)
             case Query():
-                if self._answering is not None:
-                    self._answering.take(message)
+                self._take_query(message)
             case _:
-                self._step(node.Received(message))
+                if isinstance(message, model.Resigned) and message.refusal:
+                    self._say(self.reach.refused(message.refusal, time.monotonic()))
+                    self._locator.resigned()
+                self._step(node.Pushed(message))
+
+    def _take_query(self, query: Query) -> None:
+        if self._query_places.acquire(blocking=False):
+            try:
+                threading.Thread(target=self._reply, args=(query,), name="holdfast-answers", daemon=True).start()
+                return
+            except RuntimeError:  # There are too many threads.
+                self._query_places.release()
+        self._send(Answer(query.number, _error("this agent is busy with other questions; try again")))
+
+    def _reply(self, query: Query) -> None:
+        with self._query_turn:
+            try:
+                body = self._answer(query.body)
+            except Exception as error:
+                logger.debug("a question could not be answered", exc_info=True)
+                body = _error(f"{type(error).__name__}: {error}"[:1000])
+        self._query_places.release()
+        if len(body) > protocol.MAX_ANSWER_BYTES:
+            body = _error(f"the answer has {len(body)} bytes, at most {protocol.MAX_ANSWER_BYTES} can be sent")
+        self._inbox.put(Answer(query.number, body))
 
     def _lose_connection(self) -> None:
         self._close()
@@ -334,6 +423,10 @@ class Client:
         self._sock = self._frames = None
         self._outgoing.clear()
         self.reach.lost(time.monotonic())
+
+
+def _error(text: str) -> bytes:
+    return json.dumps({"error": text}).encode()
 
 
 def _would_block(error: OSError) -> bool:

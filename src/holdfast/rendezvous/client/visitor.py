@@ -14,15 +14,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, HostError, UserError
-from holdfast.rendezvous import endpoints
+from holdfast.rendezvous import endpoints, settings, static
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.membership import frames, protocol
-from holdfast.rendezvous.options import Options
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.etcd.election import Leader
-    from holdfast.rendezvous.etcd.options import EtcdOptions
+    from holdfast.rendezvous.settings import NodeSettings
 
 DEFAULT_PORT = 29400
 _ETCD_REQUEST_S = 5.0
@@ -52,9 +51,6 @@ class Visitor:
             raise HostError(f"no coordinator answers at {target.endpoint}: {error.strerror or error}") from None
         except HoldfastError as error:
             raise HostError(str(error)) from None
-        if self._frames.peer_minor < protocol.MINOR_WITH_QUERIES:
-            self.close()
-            raise HostError(f"the coordinator at {target.endpoint} is of an older version, which cannot be asked")
 
     def close(self) -> None:
         self._sock.close()
@@ -101,31 +97,31 @@ class Visitor:
 def find(backend: str, endpoint: str, run_id: str, config: Mapping[str, Any]) -> Target:
     """Where the coordinator of that run is. Raises UserError for what makes no sense, HostError if there is none."""
     parameters = RendezvousParameters(backend, endpoint, run_id, 1, 1, None, **{**config, "is_host": False})
-    if backend in ("etcd", "etcd-v3"):
-        return _find_on_etcd(parameters)
-    if backend not in ("tcp", "c10d", "static"):
-        raise UserError(f"--rdzv-backend {backend}: only runs on tcp, static or etcd have a coordinator")
-    options = Options.from_parameters(parameters)
-    host, port = endpoints.parse_rendezvous_endpoint(endpoint, DEFAULT_PORT)
-    return Target(host, port, run_id, options.token, options.tls.load(), asker=ASKER)
+    place = None if backend in ("etcd", "etcd-v3") else place_of(parameters)
+    chosen = settings.read(parameters)
+    if place is None:
+        leader = leader_on_etcd(chosen, run_id, _ETCD_REQUEST_S)
+        if leader is None:
+            raise HostError(f"etcd {endpoint} knows no coordinator of run {run_id!r}")
+        place = (leader.host, leader.port)
+    return Target(*place, run_id, chosen.token, chosen.tls.load(), asker=ASKER)
 
 
-def _find_on_etcd(parameters: RendezvousParameters) -> Target:
-    from holdfast.rendezvous.etcd.options import EtcdOptions
+def place_of(parameters: RendezvousParameters) -> tuple[str, int]:
+    """The address of a coordinator that etcd need not be asked for."""
+    if parameters.backend == "static":
+        return static.coordinator_address(parameters)
+    if parameters.backend not in ("tcp", "c10d"):
+        raise UserError(f"--rdzv-backend {parameters.backend}: only runs on tcp, static or etcd have a coordinator")
+    return endpoints.parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
 
-    options = EtcdOptions.from_parameters(parameters)
-    leader = leader_on_etcd(options, parameters.run_id, _ETCD_REQUEST_S)
-    if leader is None:
-        raise HostError(f"etcd {parameters.endpoint} knows no coordinator of run {parameters.run_id!r}")
-    return Target(leader.host, leader.port, parameters.run_id, options.token, options.tls.load(), asker=ASKER)
 
-
-def leader_on_etcd(options: EtcdOptions, run_id: str, timeout_s: float) -> Leader | None:
+def leader_on_etcd(chosen: NodeSettings, run_id: str, timeout_s: float) -> Leader | None:
     """Raises HostError if etcd cannot be asked."""
-    from holdfast.rendezvous.etcd import gateway, memory
+    from holdfast.rendezvous.etcd import gateway, keeper
 
-    with contextlib.closing(options.access.gateway(timeout_s)) as etcd:
+    with contextlib.closing(chosen.access.gateway(timeout_s)) as etcd:
         try:
-            return memory.decode_leader(etcd.get(memory.keys_of(options.prefix, run_id)[0]))
+            return keeper.decode_leader(etcd.get(keeper.keys_of(chosen.prefix, run_id)[0]))
         except gateway.EtcdError as error:
             raise HostError(str(error)) from None

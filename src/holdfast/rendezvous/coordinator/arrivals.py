@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from holdfast.rendezvous.coordinator.limits import MIB, Limits
-from holdfast.rendezvous.coordinator.turns import Share
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.membership import frames, protocol
 
@@ -31,7 +30,6 @@ _RETRY_S = 0.1
 _TURN_S = 0.01
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TOO_MANY = "this coordinator has too many connections"
-_SMALL_BYTES = 1 << 14
 
 
 def descriptor_limit() -> int:
@@ -117,16 +115,19 @@ class Door:
 
 
 class Strangers:
-    """Connections that have not proved themselves, by the address of the peer and in the order of arrival. Each has
-    the same time for that, so one timer is enough for all of them."""
+    """Connections that have not joined, by the address of the peer and in the order of arrival. Each has the same time
+    for that, so one timer is enough for all of them. What strangers and visitors have sent, and what was not taken
+    because a message is incomplete or has to wait, is bounded for all of them together."""
 
     def __init__(self, limits: Limits, *, has_tls: bool) -> None:
-        self.share = Share()
         self._most_of_limits = limits.strangers_with_tls if has_tls else limits.strangers
         self._loop = asyncio.get_running_loop()
         self._by_address: dict[str, dict[Connection, None]] = {}
         self._deadlines: dict[Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._held_limit_bytes = limits.held_bytes
+        self._held: dict[Connection, int] = {}
+        self._held_bytes = 0
         self.adapt_to(descriptor_limit())
 
     def adapt_to(self, descriptors: int) -> None:
@@ -142,15 +143,28 @@ class Strangers:
             crowd = max(self._by_address.values(), key=len)
             oldest = next(iter(crowd))
             self.discard(oldest)
-            oldest.cut_off("has not said hello while others wait")
+            oldest.cut_off("has not joined while others wait")
 
     def discard(self, connection: Connection) -> None:
+        """It is gone, or no stranger any more."""
+        self._held_bytes -= self._held.pop(connection, 0)
         if self._deadlines.pop(connection, None) is None:
             return
         crowd = self._by_address[connection.host]
         del crowd[connection]
         if not crowd:
             del self._by_address[connection.host]
+
+    def note_held(self, connection: Connection) -> None:
+        """It may have become more or less. If all hold too much, the one that holds most is cut off."""
+        held = connection.held_bytes
+        self._held_bytes += held - self._held.pop(connection, 0)
+        if held:
+            self._held[connection] = held
+        while self._held_bytes > self._held_limit_bytes:
+            greediest = max(self._held, key=lambda each: self._held[each])
+            self._held_bytes -= self._held.pop(greediest)
+            greediest.cut_off(f"has sent more than can be taken ({self._held_limit_bytes // MIB} MiB of all strangers)")
 
     def _time_passed(self) -> None:
         self._timer = None
@@ -160,45 +174,3 @@ class Strangers:
             connection.give_up()
         if self._deadlines:
             self._timer = self._loop.call_at(next(iter(self._deadlines.values())), self._time_passed)
-
-
-class Held:
-    """What is kept for peers: what they have sent and what was not taken, because a message is incomplete or has to
-    wait; or what they are sent and do not read. When that is too much, the connection for which most is kept, of the
-    run for which most is kept, is cut off. Small amounts do not count."""
-
-    def __init__(self, limit_bytes: int, bytes_of: Callable[[Connection], int], problem: str) -> None:
-        self._limit_bytes, self._bytes_now, self._problem = limit_bytes, bytes_of, problem
-        self._bytes_of: dict[Connection, int] = {}
-        self._sum_bytes = 0
-
-    def note(self, connection: Connection) -> None:
-        """It may have become more or less."""
-        self._measure(connection)
-        if self._sum_bytes > self._limit_bytes:
-            for each in [*self._bytes_of]:  # What was sent meanwhile is noted now.
-                self._measure(each)
-        while self._sum_bytes > self._limit_bytes:
-            greediest = self._greediest()
-            self.drop(greediest)
-            greediest.cut_off(f"{self._problem} ({self._limit_bytes // MIB} MiB of all peers)")
-
-    def _measure(self, connection: Connection) -> None:
-        held_bytes = self._bytes_now(connection)
-        if held_bytes <= _SMALL_BYTES and connection not in self._bytes_of:
-            return
-        self.drop(connection)
-        if held_bytes > _SMALL_BYTES:
-            self._bytes_of[connection] = held_bytes
-            self._sum_bytes += held_bytes
-
-    def drop(self, connection: Connection) -> None:
-        """It is gone."""
-        self._sum_bytes -= self._bytes_of.pop(connection, 0)
-
-    def _greediest(self) -> Connection:
-        of_run: dict[object, int] = {}
-        for connection, held_bytes in self._bytes_of.items():
-            of_run[connection.run] = of_run.get(connection.run, 0) + held_bytes
-        worst = max(of_run, key=lambda run: of_run[run])
-        return max((each for each in self._bytes_of if each.run is worst), key=lambda each: self._bytes_of[each])

@@ -1,14 +1,12 @@
-"""The key-value store that a coordinator keeps for each run: the values, and who waits for which keys. Pure.
+"""The key-value store that a coordinator keeps for its run: the values, and who waits for which keys. Pure.
 
-What a run stores and what waits is bounded (`limits`), so that no client can fill the coordinator's memory; so is what
-all runs keep together (`Room`), and what one client may have waiting. A client that lost its connection asks again what
-it got no answer to. The last answers to requests that change something are kept, so that a repetition gets the same
-answer and changes nothing.
+All that it keeps has one bound (`limits.store_bytes`): values, requests that wait, and answers. A client that lost its
+connection asks again what it got no answer to. The last answers to requests that change something are kept, so that a
+repetition gets the same answer and changes nothing.
 
 Requests that wait for the same keys are one group, which is found under each of its keys and knows how many of them
 are missing. So a set or a delete costs one step for each group that waits for the key, however many requests there are,
-and keys are never searched again. Groups and their keys are bounded by what may wait, to some 67,000, which is a few
-milliseconds; the run pays for them with its share of time (`turns`). Each request is woken once.
+and keys are never searched again. Each request is woken once.
 
 The store is lost with its coordinator. Its generation, a random name, is in every answer; a request that names another
 one was made by a client that counts on what is lost, and is refused.
@@ -31,6 +29,7 @@ from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
 _ENTRY_BYTES = 200
 _WAITING_BYTES = 500
 _REMEMBERED_BYTES = 400
+_MOST_REMEMBERED_BYTES = 4 * MIB
 # An answer has less besides its values than a request that sets them: what could be set can be got.
 _ANSWER_BYTES = MAX_MESSAGE_BYTES - 96
 _MAX_NAMED = 17
@@ -44,26 +43,6 @@ V = TypeVar("V")
 
 class _Impossible(Exception):  # noqa: N818
     """The request cannot be carried out, and nothing was changed."""
-
-
-class Room:
-    """What the stores of all runs together may keep. The first bytes of each store do not count, so that a room which
-    some runs have filled has a little left for each of the others."""
-
-    def __init__(self, limit_bytes: int, spare_bytes: int) -> None:
-        self.limit_bytes, self._spare_bytes = limit_bytes, spare_bytes
-        self.used_bytes = 0
-
-    def has_for(self, before: int, after: int) -> bool:
-        """Whether a store may grow from one size to another."""
-        more = self._counted(after) - self._counted(before)
-        return more <= 0 or self.used_bytes + more <= self.limit_bytes
-
-    def resize(self, before: int, after: int) -> None:
-        self.used_bytes += self._counted(after) - self._counted(before)
-
-    def _counted(self, size: int) -> int:
-        return max(0, size - self._spare_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,29 +66,21 @@ class _Waiting:
 class KeyValues:
     """`handle` returns the answers that are due, each with the client it is for: what the caller knows it by."""
 
-    def __init__(self, generation: bytes = b"", limits: Limits | None = None, room: Room | None = None) -> None:
+    def __init__(self, generation: bytes = b"", limits: Limits | None = None) -> None:
         self._generation = generation
         self._limits = limits or Limits()
-        self._room = room or Room(self._limits.store_bytes, self._limits.spare_bytes)
         self._bytes = 0  # All that is kept.
         self._values: dict[str, bytes] = {}
-        self._stored_bytes = 0
         self._waiting: dict[int, _Waiting] = {}
-        self._waiting_bytes = 0
         self._groups: dict[frozenset[str], _Group] = {}
         self._groups_of: dict[str, set[_Group]] = {}  # By key.
         self._requests_of: dict[Hashable, set[int]] = {}  # By client.
-        self._client_bytes: dict[Hashable, int] = {}  # What those cost.
         # Deadlines of requests that wait, and of some that do not any more.
         self._deadlines: list[tuple[float, int]] = []
         self._ready: list[_Group] = []
         self._count = 0
         self._remembered: OrderedDict[tuple[bytes, int], StoreAnswer] = OrderedDict()
         self._remembered_bytes = 0
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._values and not self._waiting
 
     def handle(self, client: Hashable, request: StoreRequest, now: float) -> Answers:
         name = (request.sender, request.number)
@@ -154,43 +125,32 @@ class KeyValues:
     def _remember(self, name: tuple[bytes, int], answer: StoreAnswer) -> None:
         """The oldest are forgotten. The newest is kept, whether there is room or not."""
         cost_bytes = _answer_bytes(answer)
-        most_bytes = self._limits.run_remembered_bytes - cost_bytes
-        while self._remembered and (self._remembered_bytes > most_bytes or not self._has_room(cost_bytes)):
+        while self._remembered and (
+            self._remembered_bytes + cost_bytes > _MOST_REMEMBERED_BYTES or not self._has_room(cost_bytes)
+        ):
             self._count_remembered(-_answer_bytes(self._remembered.popitem(last=False)[1]))
         self._remembered[name] = answer
         self._count_remembered(cost_bytes)
 
     def _count_remembered(self, more: int) -> None:
         self._remembered_bytes += more
-        self._resize(more)
-
-    def _has_room(self, more: int) -> bool:
-        return self._room.has_for(self._bytes, self._bytes + more)
-
-    def _resize(self, more: int) -> None:
-        self._room.resize(self._bytes, self._bytes + more)
         self._bytes += more
 
-    def close(self) -> None:
-        """The run is over; what it kept does not count any more."""
-        self._resize(-self._bytes)
+    def _has_room(self, more: int) -> bool:
+        return self._bytes + more <= self._limits.store_bytes
 
     def _put(self, entries: dict[str, bytes]) -> None:
         """All of them or none."""
         before = sum(_entry_bytes(key, self._values[key]) for key in entries if key in self._values)
         more = sum(_entry_bytes(key, value) for key, value in entries.items()) - before
-        if self._stored_bytes + more > self._limits.run_stored_bytes:
-            raise _Impossible(f"the store is full (at most {self._limits.run_stored_bytes // MIB} MiB)")
-        if not self._has_room(more):
-            most = f"{self._room.limit_bytes // MIB} MiB"
-            raise _Impossible(f"the stores of all runs of this coordinator are full (at most {most})")
+        if more > 0 and not self._has_room(more):
+            raise _Impossible(f"the store is full (at most {self._limits.store_bytes // MIB} MiB)")
         for group in [each for key in entries if key not in self._values for each in self._groups_of.get(key, ())]:
             group.missing -= 1
             if not group.missing:
                 self._ready.append(group)
         self._values.update(entries)
-        self._stored_bytes += more
-        self._resize(more)
+        self._bytes += more
 
     def _add(self, key: str, amount: int) -> int:
         try:
@@ -213,9 +173,7 @@ class KeyValues:
     def _delete(self, key: str) -> bool:
         if key not in self._values:
             return False
-        less = _entry_bytes(key, self._values.pop(key))
-        self._stored_bytes -= less
-        self._resize(-less)
+        self._bytes -= _entry_bytes(key, self._values.pop(key))
         for group in self._groups_of.get(key, ()):
             group.missing += 1
         return True
@@ -228,13 +186,11 @@ class KeyValues:
         if request.timeout_s <= 0:
             return [(client, self._too_late(request))]
         cost_bytes = _WAITING_BYTES + sum(_WAITING_BYTES + _text_bytes(key) for key in request.keys)
-        if problem := self._reason_not_to_wait(client, cost_bytes):
-            return [(client, self._answer(request, problem=problem))]
+        if not self._has_room(cost_bytes):
+            return [(client, self._answer(request, problem="too many requests wait already"))]
         self._count += 1
         self._waiting[self._count] = _Waiting(client, request, now + request.timeout_s, group, cost_bytes)
-        self._waiting_bytes += cost_bytes
-        self._resize(cost_bytes)
-        self._client_bytes[client] = self._client_bytes.get(client, 0) + cost_bytes
+        self._bytes += cost_bytes
         self._requests_of.setdefault(client, set()).add(self._count)
         group.numbers.add(self._count)
         if group.keys not in self._groups:
@@ -247,22 +203,11 @@ class KeyValues:
             heapq.heapify(self._deadlines)
         return []
 
-    def _reason_not_to_wait(self, client: Hashable, cost_bytes: int) -> str:
-        if self._client_bytes.get(client, 0) + cost_bytes > self._limits.client_waiting_bytes:
-            return "too many requests of this client wait already"
-        if self._waiting_bytes + cost_bytes > self._limits.run_waiting_bytes or not self._has_room(cost_bytes):
-            return "too many requests wait already"
-        return ""
-
     def _forget(self, number: int) -> _Waiting:
         waiting = self._waiting.pop(number)
         client, group = waiting.client, waiting.group
-        self._waiting_bytes -= waiting.cost_bytes
-        self._resize(-waiting.cost_bytes)
-        self._client_bytes[client] -= waiting.cost_bytes
+        self._bytes -= waiting.cost_bytes
         _discard(self._requests_of, client, number)
-        if client not in self._requests_of:
-            del self._client_bytes[client]
         group.numbers.discard(number)
         if not group.numbers:
             del self._groups[group.keys]

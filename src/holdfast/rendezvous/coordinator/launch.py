@@ -19,15 +19,32 @@ import socket
 import sys
 from typing import BinaryIO
 
+import msgspec
+
 from holdfast.errors import HostError
 from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
+from holdfast.rendezvous.settings import NodeSettings, TlsFiles
 
 logger = Logger(__name__)
 
 READY = "ready"  # What a coordinator says to the process that started it, once it serves.
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)
 _START_PATIENCE_S = 10.0
+
+
+class Orders(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a coordinator process is told, in one JSON argument: the socket to serve at, and how to speak, as the node
+    that starts it does. `run_id` is the run to serve; without one it serves runs one after another. On etcd `office` is
+    an `Appointment`."""
+
+    fd: int
+    run_id: str = ""
+    token_file: str = ""
+    require_token: bool = False
+    tls: TlsFiles = TlsFiles()
+    http: str = ""
+    office: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class NotThisHost(HostError):  # noqa: N818
@@ -56,11 +73,11 @@ def bind(host: str, port: int) -> socket.socket:
     raise NotThisHost(f"cannot listen at {where}: that is not an address of this host{problem}")
 
 
-def host_at(sock: socket.socket, options: list[str]) -> bool:
-    """Start a coordinator on a bound socket, unless another agent is about to."""
-    from holdfast.rendezvous.coordinator import memory
+def host_at(sock: socket.socket, settings: NodeSettings, run_id: str) -> bool:
+    """Start a coordinator for the run on a bound socket, unless another agent is about to."""
+    from holdfast.rendezvous.coordinator import state_file
 
-    log = memory.log_path(memory.endpoint_name(*sock.getsockname()[:2]))
+    log = state_file.log_path(state_file.endpoint_name(*sock.getsockname()[:2]))
     try:
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -70,7 +87,7 @@ def host_at(sock: socket.socket, options: list[str]) -> bool:
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        start_coordinator(sock, guard, options)
+        start_coordinator(sock, guard, settings, run_id)
     return True
 
 
@@ -87,7 +104,9 @@ def detached(module: str) -> list[str]:
     return [sys.executable, "-P", "-c", code]
 
 
-def start_coordinator(sock: socket.socket, guard: socket.socket | BinaryIO, options: list[str]) -> None:
+def start_coordinator(
+    sock: socket.socket, guard: socket.socket | BinaryIO, settings: NodeSettings, run_id: str, office: object = None
+) -> None:
     """Returns when it serves. What it says until then is the error if it does not come to that; later it has a log of
     its own. It keeps the guard for as long as it lives. Both sockets are closed here as soon as it exists: if it died
     while this process, frozen perhaps, still held them, no other could take its place."""
@@ -95,7 +114,9 @@ def start_coordinator(sock: socket.socket, guard: socket.socket | BinaryIO, opti
 
     # Copies, none of which can be in the place of a standard descriptor, should one of those be closed.
     fd, kept = (fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in (sock, guard))
-    command = [*detached("holdfast.cli.coordinator"), "--fd", str(fd), *options]
+    how = (run_id, settings.token_file, settings.require_token, settings.tls, settings.http)
+    orders = msgspec.json.encode(Orders(fd, *how, msgspec.Raw(msgspec.json.encode(office)))).decode()
+    command = [*detached("holdfast.rendezvous.coordinator.process"), orders]
     try:
         first = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, pass_fds=(fd, kept), start_new_session=True)
     except OSError as error:
@@ -114,5 +135,5 @@ def start_coordinator(sock: socket.socket, guard: socket.socket | BinaryIO, opti
     for line in others:
         logger.warning("the coordinator: %s", line)
     if last != READY:
-        problem = last.removeprefix("holdfast coordinator: error: ") or "it ended without a word"
+        problem = last or "it ended without a word"
         raise HostError(f"the coordinator cannot be started: {problem}")

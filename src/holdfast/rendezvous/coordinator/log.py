@@ -54,9 +54,8 @@ class Complaints:
 
 
 class RunLog:
-    """The lines about one run. A run of many nodes says something about each of its connections, so there are two
-    buckets: one for the first lines about each connection, one for all others. What many nodes do in one turn of the
-    loop shares lines. `call_soon` calls a function in the next turn of the loop."""
+    """The lines about the run. What many nodes do in one turn of the loop shares lines. `call_soon` calls a function in
+    the next turn of the loop."""
 
     def __init__(
         self,
@@ -66,22 +65,18 @@ class RunLog:
         call_soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self._name = repr(shown(run_id)) if run_id.isprintable() else shown(run_id)
-        self._of_connections = Bucket(limits.lines_a_second, limits.lines_about_connections, clock)
-        self._others = Bucket(limits.lines_a_second, limits.lines_of_a_run, clock)
+        self._rate = Bucket(limits.lines_a_second, limits.lines_at_once, clock)
         self._clock, self._call_soon = clock, call_soon
         self._unsaid, self._counted_at = 0, clock()
         self._doers: list[str] = []  # The nodes of which `_deed` was not said yet.
         self._deed = ""
 
-    def say(self, text: str, *, is_of_connection: bool = False) -> None:
-        if self._may_say(is_of_connection):
-            self.flush()
-            self._write(text)
+    def say(self, text: str) -> None:
+        self.flush()
+        self._write(text)
 
-    def say_of(self, node: str, deed: str, *, is_of_connection: bool = False) -> None:
+    def say_of(self, node: str, deed: str) -> None:
         """What a node has done, in the past tense: other nodes may be the subject, too."""
-        if not self._may_say(is_of_connection):
-            return
         if deed != self._deed:
             self.flush()
             self._deed = deed
@@ -101,13 +96,10 @@ class RunLog:
         if line:
             self._write(f"{line} {self._deed}")
 
-    def _may_say(self, is_of_connection: bool) -> bool:
-        if (self._of_connections if is_of_connection else self._others).gives(1):
-            return True
-        self._unsaid += 1
-        return False
-
     def _write(self, text: str) -> None:
+        if not self._rate.gives(1):
+            self._unsaid += 1
+            return
         if self._unsaid and self._clock() >= self._counted_at + 1.0:
             logger.info("run %s: %d more lines were left out", self._name, self._unsaid)
             self._unsaid, self._counted_at = 0, self._clock()

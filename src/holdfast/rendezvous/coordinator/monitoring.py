@@ -1,13 +1,13 @@
-"""The coordinator's HTTP port (`--http`): metrics of all its runs, for Prometheus.
+"""The coordinator's HTTP port (`--http`): metrics of its run, for Prometheus.
 
-    GET /metrics       the metrics (`telemetry.prometheus`) of its runs, which are at most 256 (`limits`)
+    GET /metrics       the metrics (`telemetry.prometheus`) of its run
     GET / (any path)   200 {"status": "alive", "runs": 1}, or 503 if the loop does not answer in time
 
-It is a thread of the coordinator, not a process of its own. A process would need a connection and the token of every
-run, would have to be restarted and ended with the coordinator, and takes 40 MB. The thread takes the sockets, the
-requests and the text away from the loop; the loop only makes the statuses, one run in a turn, each as for a query. That
-happens at most once a second, however many ask. What is left is the interpreter's lock: while a page is written, which
-takes a millisecond for one run, the loop may wait for up to 5 ms.
+It is a thread of the coordinator, not a process of its own. A process would need a connection and the token of the run,
+would have to be restarted and ended with the coordinator, and takes 40 MB. The thread takes the sockets, the requests
+and the text away from the loop; the loop only makes the status, as for a query. That happens at most once a second,
+however many ask. What is left is the interpreter's lock: while a page is written, which takes a millisecond, the loop
+may wait for up to 5 ms.
 """
 
 from __future__ import annotations
@@ -73,14 +73,11 @@ class MonitoringServer(HttpServer):
     # In the coordinator's loop.
 
     async def _count(self) -> int:
-        return len(self._coordinator.runs)
+        return int(self._coordinator.run is not None)
 
     async def _statuses(self) -> list[dict[str, Any]]:
-        found = []
-        for run in [*self._coordinator.runs.values()]:
-            found.append(run.status_in_brief().to_dict())
-            await asyncio.sleep(0)
-        return found
+        run = self._coordinator.run
+        return [run.status_in_brief().to_dict()] if run is not None else []
 
 
 def _stuck() -> Page:

@@ -8,7 +8,7 @@
 
 Asking costs a run next to nothing, and not being asked costs nothing:
 
-* visitors have one share of the turns together, as if they were one run (`turns`),
+* visitors come after members in each turn of the loop (`turns`),
 * a status is made for the first reader and kept for the next ones, until the machine has taken a step or a second has
   passed; but making them takes no more than a twentieth of the time, however many readers and steps there are,
 * questions to agents are passed on at a bounded rate; an answer is sent on at once and not kept,
@@ -31,10 +31,11 @@ import msgspec
 from holdfast.frozen import changed
 from holdfast.rendezvous.coordinator.limits import Bucket, Limits
 from holdfast.rendezvous.membership import model, protocol, status
+from holdfast.rendezvous.membership.run import Access
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.connection import Connection
-    from holdfast.rendezvous.coordinator.run import Run
+    from holdfast.rendezvous.coordinator.served_run import ServedRun
 
 _KEPT_S = 1.0
 _SHARE_OF_TIME = 20
@@ -47,7 +48,7 @@ _MOST_AWAIT_END = 64
 class Queries:
     """Of one run."""
 
-    def __init__(self, run: Run, limits: Limits, clock: Callable[[], float], *, has_token: bool) -> None:
+    def __init__(self, run: ServedRun, limits: Limits, clock: Callable[[], float], *, has_token: bool) -> None:
         self._run, self._limits, self._clock, self._has_token = run, limits, clock, has_token
         self._strangers: deque[status.RefusedAt] = deque(maxlen=_STRANGERS_KEPT)
         self._pages: dict[int, bytes] = {}
@@ -79,7 +80,7 @@ class Queries:
             problem = self._relay(client, query, command)
         elif command == "status":
             first = request.get("first", 0)
-            page = first if type(first) is int and 0 <= first <= len(self._run.machine.nodes) else 0
+            page = first if type(first) is int and 0 <= first <= len(self._run.membership.nodes) else 0
             client.send(protocol.Answer(query.number, self._status(page, now)))
         elif command == "stop":
             problem = self._stop(client, query, request)
@@ -91,7 +92,7 @@ class Queries:
             client.send(protocol.Answer(query.number, _encoded({"error": problem})))
 
     def _may_act(self, client: Connection) -> bool:
-        return self._has_token or bool(client.key)
+        return self._has_token or self._run.machine.access_of(client.number) is Access.MEMBER
 
     def _relay(self, client: Connection, query: protocol.Query, command: object) -> str:
         if command != "status" and not self._may_act(client):
@@ -101,8 +102,6 @@ class Queries:
         asked = self._run.connection_of(query.node_id)
         if asked is None:
             return f"node {query.node_id[:100]!r} is not connected"
-        if asked.minor < protocol.MINOR_WITH_QUERIES:
-            return f"the agent of node {query.node_id[:100]!r} is of an older version, which cannot be asked"
         if not self._rate.gives(1):
             return f"agents are asked at most {self._limits.relays_a_second} times a second; try again"
         number = next(self._numbers)
@@ -123,9 +122,9 @@ class Queries:
         if not self._may_act(client):
             return "this run has no token, so only its own nodes can end it; use `holdfast stop` on a host of the run"
         reason = str(request.get("reason") or "closed by the user")[:_REASON_LIMIT]
-        told = len(self._run.machine.nodes)
+        told = len(self._run.membership.nodes)
         self._run.feed(model.CloseRequested(reason))
-        outcome = self._run.machine.outcome
+        outcome = self._run.membership.outcome
         ended = outcome.reason if outcome else reason
         client.send(protocol.Answer(query.number, _encoded({"result": {"scope": "run", "nodes": told, "end": ended}})))
         return ""
@@ -137,12 +136,12 @@ class Queries:
         self._await_end[client] = query.number
         if len(self._await_end) > _MOST_AWAIT_END:
             self._await_end.popitem(last=False)
-        if self._run.machine.outcome is not None:
+        if self._run.membership.outcome is not None:
             self.tell_outcome()
 
     def tell_outcome(self) -> None:
         """The record that the nodes make their report of."""
-        outcome = self._run.machine.outcome
+        outcome = self._run.membership.outcome
         while self._await_end and outcome is not None:
             client, number = self._await_end.popitem()
             shown = outcome if self._may_act(client) else _without_evidence(outcome)
@@ -156,7 +155,7 @@ class Queries:
     # The status.
 
     def _status(self, first: int, now: float) -> bytes:
-        machine = self._run.machine
+        machine = self._run.membership
         step = status.last_step(machine)
         is_old = step is not self._made_after or now > self._made_at + _KEPT_S
         if is_old and now >= self._busy_until:
@@ -175,7 +174,7 @@ class Queries:
         """As many nodes as fit: their names may be long."""
         nodes = status.PAGE_NODES
         while True:
-            record = status.run_status(self._run.run_id, self._run.machine, now, self._strangers, first, nodes)
+            record = status.run_status(self._run.run_id, self._run.membership, now, self._strangers, first, nodes)
             body = _encoded({"result": record.to_dict()})
             if len(body) <= protocol.MAX_ANSWER_BYTES or nodes == 1:
                 return body if len(body) <= protocol.MAX_ANSWER_BYTES else _encoded({"error": "the status is too long"})
@@ -183,8 +182,7 @@ class Queries:
 
 
 def _without_evidence(outcome: model.Outcome) -> model.Outcome:
-    cause = changed(outcome.cause, evidence="") if outcome.cause is not None else None
-    return changed(outcome, cause=cause, others=())
+    return changed(outcome.in_brief(), earlier=outcome.earlier)
 
 
 def _result(outcome: model.Outcome) -> bytes:

@@ -1,17 +1,12 @@
-"""The coordinator: an asyncio server around the machine and the key-value store of each of its runs.
+"""The coordinator: an asyncio server around the machine and the key-value store of one run.
 
-It contains no policy. What a run must not forget is written down before anything that follows from it is told, so a
-coordinator that is killed and started again goes on where it was.
+One endpoint is one run. Processes and the kernel keep runs apart, so nothing here has to. A node of another run is
+turned away; only after it has proved the token is it told which run is served. A coordinator that was given no run id
+serves runs one after another: the first node that joins fixes the run, a handshake fixes nothing. While a finished run
+lingers, or a run has had no node for a lease, a node of another run is told to try again.
 
-A connection belongs to one incarnation of one node; if the node connects anew, the older connection is closed and what
-still comes from it is dropped. The process ends when its last run is over and all nodes have heard of it, when it has
-had no run for `idle_timeout_s`, or when it may not serve any longer (`resign`, on etcd).
-
-One run cannot harm another. What all runs may keep is bounded (`limits`), their messages are taken in turns (`turns`),
-and a run whose machine fails is closed as a whole and begins again from its memory when its nodes come back. A run
-without a client is forgotten after a few minutes, but not before its lease is over if it has sealed a round. If its
-place is needed before that, only its memory is kept (`park`), and its nodes find it as after a restart of the
-coordinator.
+The process ends when its run is over and all nodes have heard of it, when it has had no run for `idle_timeout_s`, or
+when it may not serve any longer (`resign`, on etcd). Without `idle_timeout_s` it serves until it is stopped.
 """
 
 from __future__ import annotations
@@ -20,27 +15,37 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import math
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Callable
+from typing import Protocol
 
 from holdfast.log import Logger
-from holdfast.rendezvous.coordinator.arrivals import Door, Held, Strangers
+from holdfast.rendezvous.coordinator.arrivals import Door, Strangers
 from holdfast.rendezvous.coordinator.connection import Connection
-from holdfast.rendezvous.coordinator.kv_store import Room
 from holdfast.rendezvous.coordinator.launch import PortTaken
 from holdfast.rendezvous.coordinator.limits import Limits
 from holdfast.rendezvous.coordinator.log import Complaints, shown
-from holdfast.rendezvous.coordinator.run import Keeper, Run, Untellable
-from holdfast.rendezvous.coordinator.turns import Share, Turns
+from holdfast.rendezvous.coordinator.served_run import RunStorage, ServedRun
+from holdfast.rendezvous.coordinator.turns import Turns
 from holdfast.rendezvous.membership import model
+from holdfast.rendezvous.membership.protocol import Denied, Hello, Introduction
 from holdfast.rendezvous.tls import ReloadingTls
 
 logger = Logger(__name__)
 
 _SWEEP_EVERY_S = 15.0
 _GOODBYE_S = 2.0
+_ANOTHER_RUN = "this endpoint serves another run; choose another port"
+
+
+class Keeper(Protocol):
+    def storage_of(self, run_id: str) -> RunStorage:
+        """Where the coordinator of that run writes down what it must not forget."""
+
+    def flush(self) -> None:
+        """Wait until all is written; nothing is after that."""
 
 
 class Coordinator:
@@ -51,36 +56,27 @@ class Coordinator:
         sock: socket.socket,
         keeper: Keeper,
         *,
+        run_id: str = "",
         token: bytes | None = None,
         tls: ReloadingTls | None = None,
         idle_timeout_s: float | None = 60.0,
-        only_run: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """The socket need not listen yet. With no `idle_timeout_s` it serves until it is stopped. With `only_run` it
-        turns away nodes of other runs."""
-        self.keeper, self.token, self.tls = keeper, token, tls
-        self.idle_timeout_s, self.only_run = idle_timeout_s, only_run
+        """The socket need not listen yet. Without a `run_id`, nodes of any run may come, one run after another."""
+        self.token, self.tls, self.idle_timeout_s = token, tls, idle_timeout_s
         self.limits = limits or Limits()
-        loop = asyncio.get_running_loop()
         self.clock = time.monotonic  # That of the loop, without a detour.
-        self.turns = Turns(self.clock, loop.call_soon)
-        self.connections: set[Connection] = set()
+        self.turns = Turns(self.clock, asyncio.get_running_loop().call_soon)
+        self.connections: dict[int, Connection] = {}
         self.strangers = Strangers(self.limits, has_tls=tls is not None)
-        self.held = Held(self.limits.held_bytes, lambda each: each.held_bytes, "has sent more than can be taken")
-        self.unsent = Held(self.limits.unsent_bytes, lambda each: each.unsent_bytes, "does not read what it is sent")
-        self.room = Room(self.limits.store_bytes, self.limits.spare_bytes)
-        self.node_count = 0
-        self.visitors_share, self.visitor_count = Share(), 0  # Those that only ask have one share, as if one run.
+        self.complaints = Complaints(logger.info)
+        self.run: ServedRun | None = None
+        self._visitor_count = 0
         self.has_failed = False
-        self.deserted: dict[Run, None] = {}  # Runs without a client; the one that is so for the longest time is first.
-        self.complaints = Complaints(logger.warning)
-        self._sock = sock
-        self.runs: dict[str, Run] = {}
-        self._parked: OrderedDict[str, float] = OrderedDict()  # When each is forgotten.
+        self._sock, self._keeper, self._run_id = sock, keeper, run_id
         self._over = asyncio.Event()
         self._door: Door | None = None
-        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_since = self.clock()
 
     async def serve(self, when_ready: Callable[[], None] = lambda: None) -> None:
         """Raises PortTaken if another process began to listen since the socket was bound."""
@@ -100,121 +96,134 @@ class Coordinator:
                 raise
             raise PortTaken(*self._sock.getsockname()[:2]) from None
         sweeping = loop.create_task(self._sweep())
-        self._watch_idleness()
         when_ready()
         try:
             await self._over.wait()
         finally:
             sweeping.cancel()
             self._door.close()
-            for run in self.runs.values():
-                run.close()
-            for connection in self.connections:
+            if self.run is not None:
+                self.run.end()
+            for connection in [*self.connections.values()]:
                 connection.close()
             ends = loop.time() + _GOODBYE_S  # What is on its way to a client that reads arrives.
             while self.connections and loop.time() < ends:
                 await asyncio.sleep(0.01)
+            await asyncio.to_thread(self._keeper.flush)
 
     def stop(self) -> None:
         self._over.set()
 
-    def resign(self, reason: str) -> None:
+    def resign(self, reason: str, is_refused: bool = False) -> None:
         """Another coordinator may be in office soon: stop listening, tell the nodes, hang up, end."""
         logger.warning("this coordinator steps down: %s", reason)
         if self._door is not None:
             self._door.close()
-        for connection in self.connections:
+        for connection in [*self.connections.values()]:
             if connection.run is not None:
-                connection.send(model.Resigned())
+                connection.send(model.Resigned(reason if is_refused else ""))
         self._over.set()
 
     async def _sweep(self) -> None:
-        """Cut off clients that have fallen silent; their machine may be gone without a word."""
+        """Cut off clients that have fallen silent, as their machine may be gone without a word; and end if no run came
+        for long."""
         while True:
-            await asyncio.sleep(_SWEEP_EVERY_S)
-            now = asyncio.get_running_loop().time()
-            for connection in self.connections:
+            idle_s = self.idle_timeout_s if self.idle_timeout_s is not None else math.inf
+            await asyncio.sleep(min(_SWEEP_EVERY_S, max(0.01, self._idle_since + idle_s - self.clock())))
+            now = self.clock()
+            for connection in [*self.connections.values()]:
                 run = connection.run
                 if run is not None and now - connection.heard_at > run.silence_s:
                     connection.cut_off(f"was not heard of for {run.silence_s:g} s")
-            while self._parked and next(iter(self._parked.values())) <= now:
-                self.keeper.forget(self._parked.popitem(last=False)[0])
+            if self.run is not None:
+                self._idle_since = now
+            elif now >= self._idle_since + idle_s:
+                self._over.set()
 
     @property
     def patience_s(self) -> float:
-        """For how long the loop may stand still: no longer than the longest lease."""
-        leases_s = [run.machine.settings.lease_s for run in self.runs.values() if run.machine.settings]
-        return min(60.0, max([5.0, *leases_s]))
+        """For how long the loop may stand still: no longer than the lease."""
+        settings = self.run.membership.settings if self.run is not None else None
+        return min(60.0, max(5.0, settings.lease_s if settings is not None else 0.0))
 
-    @property
-    def full_of_runs(self) -> str:
-        return f"this coordinator serves {self.limits.runs} runs already"
+    # Connections.
 
-    @property
-    def full_of_nodes(self) -> str:
-        return f"this coordinator has {self.limits.nodes} nodes already" if self.node_count >= self.limits.nodes else ""
+    def settle(self, connection: Connection) -> None:
+        """It is no stranger any more."""
+        self.strangers.discard(connection)
+        self._visitor_count += connection.is_visitor
 
-    @property
-    def remembered_of_a_run(self) -> int:
-        return max(64, self.limits.remembered_connections // max(1, len(self.runs)))
+    def lose(self, connection: Connection) -> None:
+        self.connections.pop(connection.number, None)
+        self.strangers.discard(connection)
+        self._visitor_count -= connection.is_visitor
 
-    def known_run(self, run_id: str) -> Run | None:
-        """One that has nodes, or had."""
-        return self.runs.get(run_id)
+    def note_refusal(self, hello: Hello | None, peer: str, problem: str) -> None:
+        """For those who ask how the run stands that the peer wants to join."""
+        if self.run is not None and hello is not None and hello.run_id == self.run.run_id:
+            self.run.note_stranger(peer, problem)
 
-    def run_of(self, run_id: str) -> Run | None:
-        """None if there are too many already, and each has a client."""
-        if run_id not in self.runs:
-            if len(self.runs) >= self.limits.runs:
-                if not self.deserted:
-                    return None
-                self.park(next(iter(self.deserted)))
-            self._parked.pop(run_id, None)
-            self.runs[run_id] = Run(run_id, self)
-            self._watch_idleness()
-        return self.runs[run_id]
+    def admit(self, introduction: Introduction, run_id: str, *, is_proved: bool) -> ServedRun | Denied:
+        """The run that the client is let into, or why it is not."""
+        if introduction.is_visitor:
+            if self.run is None or self.run.run_id != run_id:
+                return Denied(f"it has no run {run_id!r}")
+            if self._visitor_count >= self.limits.visitors:
+                return Denied(f"{self.limits.visitors} others are asking already", is_passing=True)
+            return self.run
+        if (denied := self.denial_of(run_id, is_proved=is_proved)) is not None:
+            return denied
+        if self.run is None or self.run.run_id != run_id:
+            if self.run is not None:
+                self._drop(self.run)
+            self.run = ServedRun(run_id, self, self._keeper.storage_of(run_id))
+        return self.run
 
-    def drop(self, run: Run) -> None:
-        """A client looked in, and nothing came of it."""
-        self.runs.pop(run.run_id, None)
-        self.deserted.pop(run, None)
-        run.close()
-        self._watch_idleness()
+    def denial_of(self, run_id: str, *, is_proved: bool = False) -> Denied | None:
+        """What a node of that run is told if it cannot be served here, or not yet."""
+        served = self.run.run_id if self.run is not None else self._run_id
+        if served in ("", run_id) or (self.run is not None and self.run.machine.is_blank and not self._run_id):
+            return None
+        wait_s = self._wait_s()
+        if wait_s is None:
+            named = f"this endpoint serves the run {served!r}; choose another port"
+            return Denied(named if is_proved else _ANOTHER_RUN)
+        if wait_s == 0.0 and self.run is not None:
+            self.forget(self.run)  # Which may end this coordinator, so that another one can begin here.
+            return self.denial_of(run_id, is_proved=is_proved)
+        return Denied(f"this endpoint still serves another run, try again in {max(1.0, wait_s):.0f} s", True)
 
-    def park(self, run: Run) -> None:
-        """Only its memory is kept, in case that its nodes come back."""
-        self._parked[run.run_id] = asyncio.get_running_loop().time() + run.deserted_s
-        while len(self._parked) > self.limits.parked_runs:
-            self.keeper.forget(self._parked.popitem(last=False)[0])
-        self.drop(run)
+    def _wait_s(self) -> float | None:
+        """How long another run has to wait for its turn; None if the present one goes on."""
+        if self.run is not None and not self.run.machine.is_blank:
+            return self.run.machine.passing_s(self.clock())
+        if self.idle_timeout_s is None:
+            return None
+        return max(0.0, self._idle_since + self.idle_timeout_s - self.clock())
 
-    def fail(self, run: Run, error: Exception) -> None:
-        """Nodes of this run connect again; other runs do not notice."""
-        name = f"run {shown(run.run_id)!r}"
-        is_said = self.complaints.add(
-            name, f"failed, and its connections are closed: {error}", asyncio.get_running_loop().time()
-        )
-        if is_said and not isinstance(error, Untellable):
-            logger.error("internal error (please report)", exc_info=error)
-        if self.only_run is not None:  # The next coordinator reads what was written down.
+    # The run.
+
+    def fail(self, run: ServedRun, error: Exception) -> None:
+        """Its nodes connect again, and the run goes on from its memory; on etcd with the next coordinator."""
+        logger.error("internal error (please report): run %r failed, its connections are closed", shown(run.run_id),
+                     exc_info=error)  # fmt: skip
+        if self._run_id:
             self.has_failed = True
             self.resign("its run has failed")
         with contextlib.suppress(Exception):  # Whatever is wrong with it.
-            self.park(run)
+            self._drop(run)
 
-    def forget(self, run: Run) -> None:
-        """The run is over. Unless it serves until it is stopped, the coordinator ends with its last run."""
-        outcome = run.machine.outcome
+    def forget(self, run: ServedRun) -> None:
+        """The run is over. Unless it serves until it is stopped, the coordinator ends with it."""
+        outcome = run.membership.outcome
         reason = outcome.reason if outcome else "no node is there any more"
+        run.storage.forget(run.membership.record())
+        self._drop(run)
         logger.info("run %r is over: %s", shown(run.run_id), shown(reason, 700))
-        self.keeper.forget(run.run_id)
-        self.drop(run)
-        if not self.runs and self.idle_timeout_s is not None:
+        if self.idle_timeout_s is not None:
             self._over.set()
 
-    def _watch_idleness(self) -> None:
-        """With no run for a while, end."""
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-        if not self.runs and self.idle_timeout_s is not None:
-            self._idle_timer = asyncio.get_running_loop().call_later(self.idle_timeout_s, self._over.set)
+    def _drop(self, run: ServedRun) -> None:
+        run.end()
+        if self.run is run:
+            self.run, self._idle_since = None, self.clock()

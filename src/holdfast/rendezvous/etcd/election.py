@@ -13,15 +13,20 @@ renews the lease from then on. The key `memory` holds the run's `Memory`.
   that got no answer and is carried out late finds another turn, and changes nothing.
 * A write without an answer is sent again. If it finds its own result, it was carried out the first time. Writes are
   acknowledged in order, and the shell tells nodes nothing that follows from a write before that.
+* A write that etcd refuses for good (no space left, no permission) ends the time in office: a coordinator that can
+  write nothing down can decide nothing. Its nodes are told what etcd said.
 
 A term is higher than all before it: higher than the memory's, and than any that a node has heard of. If etcd lost its
 data the memory is gone, but the nodes know: a coordinator that hears of a higher term raises its own before it answers.
+
+`Candidacy` is the agent's side. It says when a node that finds the office vacant may campaign for it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from math import log, log2
 from typing import assert_never
 
 from holdfast.frozen import frozen
@@ -31,6 +36,8 @@ from holdfast.rendezvous.membership.protocol import TimePassed
 _SERVED_SHARE = 0.9
 _RENEWALS_PER_LEASE = 5
 _RETRY_S = 0.3
+_WAIT_S, _LONGEST_WAIT_S = 0.1, 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,15 @@ class WriteFailed:
     """It got no answer; it may have been carried out, or may yet be."""
 
 
-Event = MemoryChanged | TermHeard | RenewalAnswered | RenewalFailed | WriteAnswered | WriteFailed | TimePassed
+@frozen
+class WriteRefused:
+    """It was not carried out, and never will be."""
+
+    problem: str
+
+
+_Answer = RenewalAnswered | RenewalFailed | WriteAnswered | WriteFailed | WriteRefused
+Event = MemoryChanged | TermHeard | _Answer | TimePassed
 
 
 @frozen
@@ -108,9 +123,10 @@ class Acknowledge:
 
 @frozen
 class Resign:
-    """Stop serving at once."""
+    """Stop serving at once. `is_refused`: etcd refuses what any coordinator of this run must write."""
 
     reason: str
+    is_refused: bool = False
 
 
 Command = Renew | Write | Acknowledge | Resign
@@ -157,6 +173,8 @@ class Office:
                 return self._written(found) + self._next_write()
             case WriteFailed():
                 self._write_again_at = now + _RETRY_S
+            case WriteRefused(problem):
+                return self._resign(f"etcd refuses what the run must not forget: {problem}", is_refused=True)
             case TimePassed():
                 return self._due(now)
             case _:
@@ -197,6 +215,44 @@ class Office:
         self._waiting.popleft()
         return [Acknowledge()]
 
-    def _resign(self, reason: str) -> list[Command]:
+    def _resign(self, reason: str, *, is_refused: bool = False) -> list[Command]:
         self.has_resigned = True
-        return [Resign(reason)]
+        return [Resign(reason, is_refused)]
+
+
+class Candidacy:
+    """When one node may campaign.
+
+    All nodes find at about the same time that the office is vacant. Each waits before it campaigns, and looks again
+    then. The waits are drawn so that the number of nodes whose wait is over grows exponentially from one: a few nodes
+    campaign before a coordinator is in office, however many there are, and whatever part of them is left. No node waits
+    for longer than `_LONGEST_WAIT_S`.
+
+    When etcd refuses a coordinator's writes, or a coordinator cannot start, nodes wait longer after each time.
+    """
+
+    def __init__(self) -> None:
+        self._turn_at: float | None = None
+        self._pause_s = self._paused_until = 0.0
+
+    def turn_at(self, node_count: int, draw: float, now: float) -> float:
+        """The office is vacant, and so many nodes know. `draw` is a random number from 0 to 1; the first one counts."""
+        if self._turn_at is None:
+            self._turn_at = max(now, self._paused_until) + wait_s(node_count, draw)
+        return self._turn_at
+
+    def settle(self) -> None:
+        """A coordinator is in office."""
+        self._turn_at = None
+
+    def refused(self, now: float) -> None:
+        """A coordinator, of this node or another, could not start, or could not write."""
+        is_first = now > self._paused_until + _LONGEST_PAUSE_S
+        self._pause_s = _FIRST_PAUSE_S if is_first else min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._paused_until, self._turn_at = now + self._pause_s, None
+
+
+def wait_s(node_count: int, draw: float) -> float:
+    if draw * node_count <= 1:
+        return 0.0
+    return min(_LONGEST_WAIT_S, _WAIT_S * log2(node_count)) * (1 + log(draw) / log(node_count))

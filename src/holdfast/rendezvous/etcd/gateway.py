@@ -7,9 +7,10 @@ will never work (wrong certificate, not an etcd) is passed over; if all are so, 
 Repeating. Reads, puts, deletes and lease requests may be sent twice. A transaction may not: once it may have reached a
 member it is not sent again, and if there is no answer `Unavailable.is_unknown` says that it may have been carried out.
 
-Connections. Each request has its own: a run sends one a second, and what a kept connection that etcd has closed
-meanwhile makes of a transaction would be unknown. No request waits beyond its deadline, even if the answer arrives byte
-by byte; only the lookup of a host name has the resolver's own limit. Proxies of the environment are ignored.
+Connections. Each request has its own, which the member closes after its answer: a run sends one a second, and what a
+kept connection that etcd has closed meanwhile makes of a transaction would be unknown. No request waits beyond its
+deadline, even if the answer arrives byte by byte; only the lookup of a host name has the resolver's own limit. Proxies
+of the environment are ignored.
 
 Errors by who can act: `Unavailable` (time), `EtcdRefused` (a person), `LeaseGone` (the caller: a new lease).
 """
@@ -24,7 +25,8 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from http.client import HTTPConnection, HTTPException, RemoteDisconnected
+from http.client import HTTPException, HTTPResponse, RemoteDisconnected
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -38,9 +40,9 @@ MAX_ANSWER_BYTES = 8 << 20  # etcd itself takes values of 1.5 MiB by default, wh
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LEAST_ATTEMPT_S = 0.2
-_READS = ("/v3/kv/range", "/version")
+_READ_BYTES = 1 << 16
 # With the last header a member that knows no leader says so at once instead of letting the request wait.
-_HEADERS = {"Content-Type": "application/json", "Connection": "close", "Grpc-Metadata-hasleader": "true"}
+_HEADERS = "Content-Type: application/json\r\nConnection: close\r\nGrpc-Metadata-hasleader: true\r\n"
 
 
 class EtcdError(HoldfastError):
@@ -80,10 +82,6 @@ def put(key: bytes, value: bytes, lease: int = 0) -> Fields:
     return {"request_put": {"key": key, "value": value, "lease": lease}}
 
 
-def get(key: bytes) -> Fields:
-    return {"request_range": {"key": key}}
-
-
 def delete(key: bytes) -> Fields:
     return {"request_delete_range": {"key": key}}
 
@@ -100,7 +98,7 @@ class _KeyValue(msgspec.Struct, frozen=True):
     value: bytes = b""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Reply(msgspec.Struct, frozen=True):
     """All fields that are read of any answer."""
 
     header: dict[str, Any] | None = None
@@ -108,12 +106,12 @@ class Answer(msgspec.Struct, frozen=True):
     token: str = ""
     kvs: tuple[_KeyValue, ...] = ()
     succeeded: bool = False
-    responses: tuple[dict[str, Answer], ...] = ()
+    responses: tuple[dict[str, Reply], ...] = ()
     lease: int = msgspec.field(name="ID", default=0)
     ttl_s: int = msgspec.field(name="TTL", default=0)
     # The answer to a renewal is a stream of one line, which is either a result or an error.
-    result: Answer | None = None
-    error: Answer | str | None = None
+    result: Reply | None = None
+    error: Reply | str | None = None
     message: str = ""
     code: int = 0
     grpc_code: int = 0
@@ -122,14 +120,9 @@ class Answer(msgspec.Struct, frozen=True):
     def value(self) -> bytes | None:
         return self.kvs[0].value if self.kvs else None
 
-    @property
-    def values(self) -> list[bytes | None]:
-        """Of a transaction: one for each `get` of the branch that ran; None is a key that does not exist."""
-        return [each["response_range"].value for each in self.responses if "response_range" in each]
-
 
 # Made once, here: two threads must not make msgspec look at a type at the same time.
-_answer_decoder = msgspec.json.Decoder(Answer, strict=False)
+_reply_decoder = msgspec.json.Decoder(Reply, strict=False)
 
 
 class Gateway:
@@ -170,10 +163,12 @@ class Gateway:
     def delete(self, key: bytes) -> None:
         self._send("/v3/kv/deleterange", {"key": key})
 
-    def transact(self, compare: list[Fields], then: list[Fields], otherwise: Sequence[Fields] = ()) -> Answer:
-        """Carry out `then` if all compares hold, else `otherwise`; at once, and all of it or nothing."""
-        fields = {"compare": compare, "success": then, "failure": otherwise}
-        return self._send("/v3/kv/txn", fields, is_repeatable=False)
+    def transact(self, compare: Fields, then: list[Fields], otherwise: bytes) -> tuple[bool, bytes | None]:
+        """If the compare holds carry out `then`, all of it or nothing. Whether it held, and if not the value of the key
+        `otherwise` at that moment."""
+        fields = {"compare": [compare], "success": then, "failure": [{"request_range": {"key": otherwise}}]}
+        done = self._send("/v3/kv/txn", fields, is_repeatable=False)
+        return done.succeeded, None if done.succeeded else done.responses[0]["response_range"].value
 
     def grant_lease(self, ttl_s: int) -> int:
         """The id of a new lease. etcd may give it more time than asked for, never less."""
@@ -182,6 +177,10 @@ class Gateway:
     def keep_alive(self, lease: int) -> int:
         """Renew a lease; returns the seconds that it has from now on, 0 if etcd does not know it any more."""
         return self._send("/v3/lease/keepalive", {"ID": lease}).ttl_s
+
+    def time_left_s(self, lease: int) -> int:
+        """Until the lease ends; 0 or less if it has ended."""
+        return self._send("/v3/lease/timetolive", {"ID": lease}).ttl_s
 
     def revoke_lease(self, lease: int) -> None:
         """End a lease and delete the keys attached to it. It may have ended already."""
@@ -196,12 +195,12 @@ class Gateway:
             where = self._members[self._preferred].name
             raise EtcdRefused(f"etcd {version!r} at {where} is too old: holdfast needs 3.4 or later")
 
-    def _send(self, path: str, fields: Fields | None, *, is_repeatable: bool = True) -> Answer:
+    def _send(self, path: str, fields: Fields | None, *, is_repeatable: bool = True) -> Reply:
         """Ask one member after the other until one answers."""
         body = None if fields is None else msgspec.json.encode(fields)
         deadline = time.monotonic() + self._timeout_s
         failures: dict[str, EtcdError] = {}
-        problems, is_unknown = "", False
+        is_unknown = False
         for number in self._turns(deadline):
             member = self._members[number]
             share_s = min(self._timeout_s / len(self._members), deadline - time.monotonic())
@@ -211,13 +210,12 @@ class Gateway:
                 failures[member.name] = failure
                 if self._preferred == number:
                     self._preferred = (number + 1) % len(self._members)
-                is_unknown |= isinstance(failure, Unavailable) and failure.is_unknown and path not in _READS
-            problems = "; ".join(f"{name}: {failure}" for name, failure in failures.items())
-            if is_unknown and not is_repeatable:
+                is_unknown = not is_repeatable and isinstance(failure, Unavailable) and failure.is_unknown
+            if is_unknown:
                 break
             if all(isinstance(failures.get(each.name), _Unusable) for each in self._members):
-                raise EtcdRefused(f"etcd: {problems}")
-        reason = "the client is closed" if self._closing.is_set() else problems
+                raise EtcdRefused(f"etcd: {_listed(failures)}")
+        reason = "the client is closed" if self._closing.is_set() else _listed(failures)
         doubt = "; whether the write has happened is unknown" if is_unknown else ""
         raise Unavailable(f"etcd has not answered within {self._timeout_s:.2g} s: {reason}{doubt}", is_unknown)
 
@@ -233,7 +231,7 @@ class Gateway:
             self._closing.wait(min(deadline - time.monotonic(), pause_s * random.uniform(0.5, 1.0)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _ask(self, member: _Member, path: str, body: bytes | None, deadline: float) -> Answer:
+    def _ask(self, member: _Member, path: str, body: bytes | None, deadline: float) -> Reply:
         """Ask one member, with a token if etcd wants one; a request without a body needs none."""
         if self._credentials is None or body is None:
             return member.ask(path, body, "", deadline)
@@ -259,26 +257,44 @@ class _Member:
         self.name = endpoint_text(self._host, self._port)
         self._tls = ReloadingTls(*files) if protocol == "https" else None
 
-    def ask(self, path: str, body: bytes | None, token: str, deadline: float) -> Answer:
-        http = HTTPConnection(self._host, self._port)
-        headers = {**_HEADERS, "Authorization": token} if token else _HEADERS
+    def ask(self, path: str, body: bytes | None, token: str, deadline: float) -> Reply:
+        method, content = ("GET", b"") if body is None else ("POST", body)
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self.name}\r\n{_HEADERS}Content-Length: {len(content)}\r\n"
+        head += f"Authorization: {token}\r\n\r\n" if token else "\r\n"
+        is_sent, received = False, bytearray()
         try:
-            http.sock = connection = _Connection(self._host, self._port, self._tls, deadline)
-        except OSError as error:
-            raise _failure(error, is_sent=False) from None
-        try:
-            http.request("GET" if body is None else "POST", path, body, headers)
-            response = http.getresponse()
-            data = response.read(MAX_ANSWER_BYTES + 1)
+            with self._connect(deadline) as sock:
+                is_sent = True
+                sock.sendall(head.encode() + content)
+                while len(received) <= MAX_ANSWER_BYTES and (piece := sock.recv(_READ_BYTES)):
+                    received += piece
+                    sock.settimeout(_left_s(deadline))
+            if len(received) > MAX_ANSWER_BYTES:
+                raise _Unusable(f"{_NOT_ETCD}: more than {MAX_ANSWER_BYTES >> 20} MiB")
+            source: Any = SimpleNamespace(makefile=lambda _: io.BytesIO(received))
+            response = HTTPResponse(source)
+            response.begin()
+            return _read(self.name, response.status, response.read())
         except (OSError, HTTPException, ValueError) as error:
-            raise _failure(error, is_sent=True) from None
-        finally:
-            connection.hang_up()
-        if len(data) > MAX_ANSWER_BYTES:
-            raise _Unusable(f"{_NOT_ETCD}: more than {MAX_ANSWER_BYTES >> 20} MiB")
-        if response.length:
-            raise Unavailable("the connection broke in the middle of the answer", is_unknown=True)
-        return _read(self.name, response.status, data)
+            raise _failure(error, is_sent) from None
+
+    def _connect(self, deadline: float) -> socket.socket:
+        sock = socket.create_connection((self._host, self._port), _left_s(deadline))
+        if self._tls is None:
+            return sock
+        with sock:  # Its descriptor moves to the other one.
+            sock.settimeout(_left_s(deadline))
+            return self._tls.context().wrap_socket(sock, server_hostname=self._host)
+
+
+def _left_s(deadline: float) -> float:
+    if (left_s := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _listed(failures: dict[str, EtcdError]) -> str:
+    return "; ".join(f"{name}: {failure}" for name, failure in failures.items())
 
 
 def parse_etcd_endpoint(endpoint: str, is_secure: bool) -> tuple[str, str, int]:
@@ -291,43 +307,6 @@ def parse_etcd_endpoint(endpoint: str, is_secure: bool) -> tuple[str, str, int]:
     return (protocol, *parse_rendezvous_endpoint(place.rstrip("/"), DEFAULT_PORT))
 
 
-class _Connection(io.RawIOBase):
-    """What `http.client` uses of a socket, for one request. No wait on it goes beyond the deadline."""
-
-    def __init__(self, host: str, port: int, tls: ReloadingTls | None, deadline: float) -> None:
-        self._deadline = deadline
-        self._sock = socket.create_connection((host, port), self._left_s())
-        if tls is not None:
-            with self._sock as plain:  # Its descriptor moves to the other one.
-                plain.settimeout(self._left_s())
-                self._sock = tls.context().wrap_socket(plain, server_hostname=host)
-
-    def _left_s(self) -> float:
-        if (left_s := self._deadline - time.monotonic()) <= 0:
-            raise TimeoutError
-        return left_s
-
-    def sendall(self, data: bytes) -> None:
-        self._sock.settimeout(self._left_s())
-        self._sock.sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._sock.settimeout(self._left_s())
-        return self._sock.recv_into(buffer)
-
-    def close(self) -> None:
-        """Does nothing: `http.client` closes its socket before it has read the body."""
-
-    def hang_up(self) -> None:
-        self._sock.close()
-
-
 _NOT_ETCD = "this is not an answer of etcd"
 _NOT_FOUND, _UNAUTHENTICATED = 5, 16
 # Canceled, unknown, deadline exceeded, internal, unavailable, data loss: it may have been carried out.
@@ -336,14 +315,14 @@ _NOT_BEGUN = ("no leader", "too many requests", "not capable", "not supported fo
 _CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError, RemoteDisconnected, ConnectionResetError)
 
 
-def _read(name: str, status: int, data: bytes) -> Answer:
+def _read(name: str, status: int, data: bytes) -> Reply:
     """Raises what it means if it is not the answer to the request."""
-    answer, problem = Answer(), ""
+    answer, problem = Reply(), ""
     try:
-        answer = _answer_decoder.decode(data)
+        answer = _reply_decoder.decode(data)
     except (ValueError, RecursionError) as error:
         problem = f": {error}"
-    complaint = answer.error if isinstance(answer.error, Answer) else answer
+    complaint = answer.error if isinstance(answer.error, Reply) else answer
     if code := complaint.code or complaint.grpc_code:
         raise _meaning(name, code, complaint.message.removeprefix("etcdserver: "))
     if status >= 500:

@@ -6,7 +6,8 @@ it the socket and the lease. If it sees that process die it revokes the lease at
 not wait for its end.
 
 When its connection breaks the agent dials the address that it knows. It looks at the key at the same time, in a thread
-of its own (`locate`), and goes where a higher term is.
+of its own (`locate`), and goes where a higher term is. Not all nodes campaign at once: `election.Candidacy` gives each
+its turn, and a node whose turn comes looks again first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import random
 import secrets
 import socket
 import threading
@@ -22,79 +24,91 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
-
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.log import Logger
+from holdfast.rendezvous import settings
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.client.thread import Locator
 from holdfast.rendezvous.coordinator import launch
-from holdfast.rendezvous.coordinator.memory import boot_id
+from holdfast.rendezvous.coordinator.state_file import boot_id
 from holdfast.rendezvous.endpoints import endpoint_text
-from holdfast.rendezvous.etcd import gateway, memory
-from holdfast.rendezvous.etcd.election import Leader
-from holdfast.rendezvous.etcd.options import EtcdOptions
+from holdfast.rendezvous.etcd import gateway, keeper
+from holdfast.rendezvous.etcd.election import Candidacy, Leader
 from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership.model import NodeFacts, is_loopback
+from holdfast.rendezvous.settings import NodeSettings
 
 logger = Logger(__name__)
 
 _LONGEST_REQUEST_S = 5.0
+_LONGEST_LOOK_S = 0.5
+_VACANT = "no coordinator is in office"
 _MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.
 
 
 class EtcdLocator(Locator):
     """One node's view of who coordinates its run."""
 
-    def __init__(self, run_id: str, options: EtcdOptions, facts: NodeFacts) -> None:
+    def __init__(self, run_id: str, options: NodeSettings, facts: NodeFacts) -> None:
         self._run_id = run_id
         self._options = options
         self._address = facts.address
-        self._leader_key = memory.keys_of(options.prefix, run_id)[0]
+        self._leader_key = keeper.keys_of(options.prefix, run_id)[0]
         request_timeout_s = min(_LONGEST_REQUEST_S, options.leader_lease_s / 3, options.join_timeout_s / 2)
         self._gateway = options.access.gateway(request_timeout_s)
         self._tls = options.tls.load()
         self._lock = threading.Lock()  # One search at a time.
         self._leader: Leader | None = None
+        self._candidacy = Candidacy()
+        self._no_coordinator = _VACANT
         self._refused: tuple[str, int] | None = None  # Where nothing listens any more.
         self._problem = ""  # Why the last look at etcd did not tell who coordinates.
         self._lives: list[socket.socket] = []  # Of coordinator processes that this node has started.
         self._unrevoked: deque[int] = deque()  # Leases of coordinators that ended while etcd was out of reach.
-        self._is_version_checked = self._is_stopped = False
+        self._is_version_checked = False
+        self._stopped = threading.Event()
 
     def target(self) -> Target:
         """The coordinator that is known. If none is, look for one."""
         leader = self._leader
         if leader is None:
             with self._lock:
-                leader = self._search(0, lambda: not self._is_stopped)
+                leader = self._search(0, 1, lambda: not self._stopped.is_set())
         if self._problem and (leader.host, leader.port) == self._refused:
             raise ConnectionError(errno.EHOSTUNREACH, self._problem)
         return Target(leader.host, leader.port, self._run_id, self._options.token, self._tls)
 
-    def refused(self, target: Target) -> None:
+    def refused(self, target: Target) -> bool:
         """Another coordinator may be in office: `locate` finds out."""
         self._refused = target.address
+        return False
 
-    def locate(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:
-        if not self._lock.locked():
-            look = (known_term, is_wanted, found)
+    def resigned(self) -> None:
+        self._candidacy.refused(time.monotonic())
+
+    def locate(
+        self, known_term: int, node_count: int, is_wanted: Callable[[], bool], found: Callable[[], object]
+    ) -> None:
+        if self._leader is not None and not self._lock.locked():  # The first search is `target`'s.
+            look = (known_term, node_count, is_wanted, found)
             threading.Thread(target=self._look, args=look, name="holdfast-locate", daemon=True).start()
 
     def stop(self) -> None:
         """Coordinators that this node has started outlive it."""
-        self._is_stopped = True
+        self._stopped.set()
         for life in self._lives:
             with contextlib.suppress(OSError):  # That process has ended.
                 life.shutdown(socket.SHUT_RD)
         self._gateway.close()
 
-    def _look(self, known_term: int, is_wanted: Callable[[], bool], found: Callable[[], object]) -> None:
+    def _look(
+        self, known_term: int, node_count: int, is_wanted: Callable[[], bool], found: Callable[[], object]
+    ) -> None:
         with self._lock:
             before = self._leader
             try:
-                leader = self._search(known_term, is_wanted)
+                leader = self._search(known_term, node_count, is_wanted)
             except (HoldfastError, OSError) as error:
                 self._problem = (isinstance(error, OSError) and error.strerror) or str(error)
                 return
@@ -102,8 +116,10 @@ class EtcdLocator(Locator):
         if leader.term > known_term and leader != before:
             found()
 
-    def _search(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
-        """The coordinator in office; this node's own, if there was none. Raises OSError if there is none yet."""
+    def _search(self, known_term: int, node_count: int, is_wanted: Callable[[], bool]) -> Leader:
+        """The coordinator in office; this node's own, if there was none and it is this node's turn to start one. Raises
+        OSError if there is none yet."""
+        ends = time.monotonic() + _LONGEST_LOOK_S
         try:
             if not self._is_version_checked:
                 self._gateway.check_version()
@@ -112,7 +128,15 @@ class EtcdLocator(Locator):
             while self._unrevoked:
                 self._gateway.revoke_lease(self._unrevoked[0])
                 self._unrevoked.popleft()
-            leader = self._read_leader() or self._campaign(known_term, is_wanted)
+            while (leader := self._read_leader()) is None:
+                now = time.monotonic()
+                turn_at = self._candidacy.turn_at(node_count, random.random(), now)
+                if turn_at > ends:
+                    raise ConnectionError(errno.EAGAIN, self._no_coordinator)
+                if turn_at <= now:
+                    leader = self._campaign(known_term, is_wanted)
+                    break
+                self._stopped.wait(turn_at - now)
         except (gateway.Unavailable, gateway.LeaseGone) as error:
             raise ConnectionError(errno.EHOSTUNREACH, str(error)) from None
         if is_loopback(leader.host) and leader.boot_id != boot_id():
@@ -120,11 +144,12 @@ class EtcdLocator(Locator):
                 f"the coordinator of run {self._run_id!r} is at {leader.host} on another host, where this node cannot "
                 "reach it; give the nodes addresses with --local-addr"
             )
-        self._leader = leader
+        self._candidacy.settle()
+        self._leader, self._no_coordinator = leader, _VACANT
         return leader
 
     def _read_leader(self) -> Leader | None:
-        return memory.decode_leader(self._gateway.get(self._leader_key))
+        return keeper.decode_leader(self._gateway.get(self._leader_key))
 
     # Becoming the host of the next coordinator.
 
@@ -135,10 +160,13 @@ class EtcdLocator(Locator):
         try:
             with self._bind() as sock:
                 return self._host_or_find(sock, known_term, is_wanted)
-        except HostError as error:
+        except (HostError, gateway.EtcdRefused) as error:
             # Another node may be able to. A port may be held by a coordinator that is about to step down.
-            reason = f"no coordinator is in office, and this node cannot start one: {error}"
-            raise ConnectionError(errno.EAGAIN, reason) from None
+            self._no_coordinator = f"no coordinator is in office, and this node cannot start one: {error}"
+            self._candidacy.refused(time.monotonic())
+            if isinstance(error, gateway.EtcdRefused):
+                raise
+            raise ConnectionError(errno.EAGAIN, self._no_coordinator) from None
 
     def _bind(self) -> socket.socket:
         try:
@@ -157,7 +185,7 @@ class EtcdLocator(Locator):
             unless_hosted.callback(self._revoke, lease)
             leader = self._create(mine, lease) if is_wanted() else None
             if leader is None or (leader == mine and not is_wanted()):
-                raise ConnectionError(errno.EAGAIN, "no coordinator is in office")
+                raise ConnectionError(errno.EAGAIN, _VACANT)
             if leader == mine:
                 self._host(sock, mine, lease, sent_at)
                 unless_hosted.pop_all()
@@ -167,24 +195,23 @@ class EtcdLocator(Locator):
         """The leader key as it is afterwards."""
         key = self._leader_key
         try:
-            put = gateway.put(key, memory.encode_leader(mine), lease)
-            done = self._gateway.transact([gateway.is_missing(key)], [put], [gateway.get(key)])
-            return mine if done.succeeded else memory.decode_leader(done.values[0])
-        except gateway.EtcdError:
+            put = gateway.put(key, keeper.encode_leader(mine), lease)
+            is_created, found = self._gateway.transact(gateway.is_missing(key), [put], key)
+            return mine if is_created else keeper.decode_leader(found)
+        except gateway.Unavailable:
             # It may have been carried out all the same, or may yet be: the lease is revoked if it was not.
             return self._read_leader()
 
     def _host(self, sock: socket.socket, leader: Leader, lease: int, sent_at: float) -> None:
         options = self._options
         memory_lease_s = _MEMORY_LEASE_S + 2 * math.ceil(options.leader_lease_s + options.lease_s)
-        appointment = memory.Appointment(
+        appointment = keeper.Appointment(
             self._run_id, options.prefix, options.access, leader, lease, options.leader_lease_s, sent_at, memory_lease_s
         )
         # The process holds the other end for as long as it lives, and never writes to it.
         life, theirs = socket.socketpair()
         try:
-            office = ["--office", msgspec.json.encode(appointment).decode()]
-            launch.start_coordinator(sock, theirs, [*options.coordinator_options(), *office])
+            launch.start_coordinator(sock, theirs, options, self._run_id, appointment)
         except BaseException:
             life.close()
             theirs.close()
@@ -198,7 +225,7 @@ class EtcdLocator(Locator):
     def _watch(self, life: socket.socket, lease: int) -> None:
         with life:
             life.recv(1)
-        if not self._is_stopped:
+        if not self._stopped.is_set():
             self._revoke(lease)
 
     def _revoke(self, lease: int) -> None:
@@ -210,7 +237,7 @@ class EtcdLocator(Locator):
 
 def create_handler(params: RendezvousParameters) -> CoordinatorHandler:
     """The backend `etcd` (also `etcd-v3`)."""
-    options = EtcdOptions.from_parameters(params)
+    options = settings.read(params)
     where = f"etcd {','.join(options.access.endpoints)}"
     places = [gateway.parse_etcd_endpoint(each, is_secure=False)[1:] for each in options.access.endpoints]
     return CoordinatorHandler(params, options, where, partial(EtcdLocator, params.run_id, options), places)

@@ -9,6 +9,7 @@ from holdfast.rendezvous.membership.model import NodeFacts, Progress, Settings
 
 _REPORT_EVERY_S = 1.0
 _NAMED_AT_MOST = 8
+_LONGEST_BACKOFF_S = 86400.0  # That is written down.
 
 
 class Formation:
@@ -20,6 +21,9 @@ class Formation:
     def __init__(self, not_before: float) -> None:
         self.not_before = self.held_until = not_before
         self.reset()
+
+    def backoff_left_s(self, now: float) -> float:
+        return min(max(0.0, self.not_before - now), _LONGEST_BACKOFF_S)
 
     def reset(self) -> None:
         self.since: float | None = None
@@ -78,12 +82,12 @@ class Formation:
         return [each for each in times if each > now]
 
 
-def too_few(names: list[str], min_nodes: int, join_timeout_s: float) -> str:
-    """Why a round was not formed."""
+def too_few(names: list[str], held: list[str], min_nodes: int, join_timeout_s: float) -> str:
+    """Why a round was not formed. `held` says which nodes had to wait, and why."""
     return (
         f"only {len(names)} of at least {min_nodes} nodes joined within {join_timeout_s:g} s "
         f"({min_nodes - len(names)} missing); joined: {named(names) or 'no node'}"
-    )
+    ) + "".join(f"; {words}" for words in held[:_NAMED_AT_MOST])
 
 
 def named(names: list[str]) -> str:

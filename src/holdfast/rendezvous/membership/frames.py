@@ -64,7 +64,6 @@ class Frames:
         self._decoder, self._limit_bytes = HANDSHAKE, limit_bytes
         self._reading: keys.Seal | None = None
         self._writing: keys.Seal | None = None
-        self.peer_minor = 0  # As far as the handshake has said it.
 
     def seal(self, reading: bytes, writing: bytes) -> None:
         """From the next frame of each direction on, with these keys."""

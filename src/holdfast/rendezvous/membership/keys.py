@@ -1,6 +1,8 @@
-"""What is derived from secrets: the key of a run, the seals on frames, the tickets of nodes. Pure.
+"""What is derived from secrets: the key of a run, the seals on frames, the hashes of nodes' secrets. Pure.
 
-    token     what the user gives to every node, at least 16 bytes
+    token     what the user gives to every node, at least 16 bytes. `holdfast token` makes one of 32 random bytes and a
+              checksum. Any other works, too. But a client can try tokens on the proof that a coordinator has sent it,
+              offline, and finds one that a person has made up
     run key   HMAC(token, run id). `holdfast token --run ID` prints it; it opens that run and no other
     keys of a connection, one for each direction: the halves of a BLAKE2b hash over both nonces, the run id and the
               endpoint as the agent dialled it, with a key that follows from the run key
@@ -9,9 +11,8 @@
 The first sealed frame of each side proves that it knows the token; the coordinator sends its own first. A relay can
 pass sealed frames on, but it can neither make one nor change, repeat, drop or reorder one without being noticed.
 
-A ticket is BLAKE2b with the ticket key of the run over the node id. A node gets it when it connects for the first time
-and shows it on every later connection, so no other node can speak for it. The ticket key follows from the run key, or
-without a token from a random number that the coordinator writes into its memory.
+A node makes up a secret and shows it on every connection, after the proof. The coordinator keeps its hash, so no other
+node can speak for it. No key is shared.
 
 HMAC takes keys of any length, so it makes the keys that all connections of a run share, once. What each connection
 needs is keyed BLAKE2b, which takes a third of the time.
@@ -21,6 +22,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+import zlib
 from functools import lru_cache
 
 SEAL_BYTES = 16
@@ -28,10 +31,27 @@ _KEY_BYTES = 32
 _RUN_TOKEN = b"holdfast-run-"
 
 
+def is_run_token(token: bytes) -> bool:
+    """Whether it opens one run only."""
+    return token.startswith(_RUN_TOKEN)
+
+
+def made_token(random: bytes) -> str:
+    """`random` are 32 bytes."""
+    return f"holdfast-{random.hex()}-{zlib.crc32(random):08x}"
+
+
+def is_made(token: bytes) -> bool:
+    """Whether it was made by `made_token`, or derived from another one by `run_token`."""
+    found = re.fullmatch(rb"holdfast-([0-9a-f]{64})-[0-9a-f]{8}", token)
+    if found is None:
+        return re.fullmatch(_RUN_TOKEN + rb"[0-9a-f]{64}", token) is not None
+    return token == made_token(bytes.fromhex(found[1].decode())).encode()
+
+
 def run_token(token: bytes, run_id: str) -> bytes:
     """What opens this run only. A token that is one already is returned as it is."""
-    is_of_run = token.startswith(_RUN_TOKEN)
-    return token if is_of_run else _RUN_TOKEN + _derive(token, b"run", run_id.encode()).hex().encode()
+    return token if is_run_token(token) else _RUN_TOKEN + _derive(token, b"run", run_id.encode()).hex().encode()
 
 
 def connection_keys(run_key: bytes, nonces: tuple[bytes, bytes], run_id: str, endpoint: str) -> tuple[bytes, bytes]:
@@ -55,13 +75,9 @@ class Seal:
         return seal.digest()
 
 
-def ticket_key(secret: bytes) -> bytes:
-    """`secret` is the run key, or the run's random number."""
-    return _derive(secret, b"tickets")
-
-
-def ticket(key: bytes, node_id: str) -> bytes:
-    return hashlib.blake2b(node_id.encode(), key=key, digest_size=_KEY_BYTES).digest()
+def hash_of_secret(secret: bytes) -> bytes:
+    """Empty for a node that shows none."""
+    return hashlib.blake2b(secret, digest_size=_KEY_BYTES).digest() if secret else b""
 
 
 is_same = hmac.compare_digest

@@ -11,8 +11,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from holdfast import escape
+from holdfast.failures.records import Evidence, Failure
 from holdfast.frozen import changed, field, frozen
-from holdfast.rendezvous.membership.restart_policy import Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
@@ -21,6 +22,8 @@ MAX_NODES = 1 << 17
 MAX_OTHER_FAILURES = 7  # In an outcome, besides the cause.
 MAX_SHAPES = 1024  # Different pairs of role and size in one run.
 MAX_ROUND_ENDS = 8  # Of earlier rounds, in an outcome and in the memory.
+MAX_LOST_HOSTS = 64  # In the memory, with their last losses.
+MAX_LOSSES = 8
 _REASON_LIMIT_CHARS = 300
 
 
@@ -63,7 +66,7 @@ class Outcome:
 
     def in_brief(self) -> Outcome:
         """Without the evidence, to be written down."""
-        cause = self.cause and changed(self.cause, evidence="")
+        cause = self.cause and changed(self.cause, evidence=Evidence())
         return Outcome(self.end, self.reason, cause, is_final=self.is_final)
 
 
@@ -94,6 +97,7 @@ class Settings:
     admit: Admit = Admit.NOW
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     leader_lease_s: wire.UpToAnHour = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
+    admit_delay_s: wire.Seconds = 5.0  # How long a newcomer waits for others before the round is stopped for them.
 
     def difference(self, other: Settings) -> str:
         """The first difference between a node's settings and these of the run, as the user typed them; or nothing."""
@@ -163,8 +167,9 @@ PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
 class NodeFacts:
     """What a node brings when it joins. `node_id` stays the same while the agent lives, `incarnation` rises each time
     the node lost its place and comes back as a stranger. The agent holds `port` at `address`, bound: the master port of
-    the round if the node gets rank 0, a new one for each join. `grace_s` is how long its workers may take to stop.
-    `script` is a digest of the file that they run, as it was when the agent started; empty if there is none."""
+    the round if the node gets rank 0, a new one for each join. `grace_s` is how long its workers may take to stop,
+    `stop_margin_s` how much longer their agent may need. `script` is a digest of the file that they run, as it was when
+    the agent started; empty if there is none. `host` is the machine: a host that is lost repeatedly has to wait."""
 
     node_id: wire.NonEmptyName
     incarnation: wire.Count = 0
@@ -175,6 +180,8 @@ class NodeFacts:
     requested_rank: wire.AnyInt | None = None
     grace_s: wire.UpToADay = 30.0
     script: wire.Digest = ""
+    stop_margin_s: wire.UpToAMinute = 15.0
+    host: wire.Name = ""
 
     @property
     def key(self) -> str:
@@ -184,6 +191,10 @@ class NodeFacts:
     @property
     def shape(self) -> tuple[str, int]:
         return (self.role, self.local_world_size)
+
+    @property
+    def stops_within_s(self) -> float:
+        return self.grace_s + self.stop_margin_s
 
 
 @frozen
@@ -303,8 +314,11 @@ class Memory:
     0 if no round was ever sealed; `members` are the keys of its members, or empty if they are too many to write down.
     `is_round_over`: all of them had stopped, and the round was judged; `members` are those that were still there.
     `restart_ages_s` says how long ago the charged restarts happened that the policy's window may still count, as no
-    clock crosses hosts. `settings` are those that the first node fixed. `ticket_key`: see `keys`; none with a token.
-    `earlier` is for the outcome. `best_step` and `fruitless` are those of the budget (`restart_policy`).
+    clock crosses hosts. `settings` are those that the first node fixed. `secrets` are hashes of the members'
+    secrets, in their order.
+    `earlier` is for the outcome. `best_step` and `fruitless` are those of the budget (`restart_policy`), and
+    `loss_ages_s` and `host_loss_ages_s` say how long ago restarts followed losses, and hosts were lost (`losses`).
+    `backoff_left_s`: no round begins for so long.
     """
 
     term: wire.Count = 0
@@ -316,10 +330,23 @@ class Memory:
     settings: Settings | None = None
     outcome: Outcome | None = None
     is_round_over: bool = False
-    ticket_key: wire.Bytes = b""
+    secrets: wire.Secrets = ()
     earlier: wire.RoundEnds = ()
     best_step: wire.AnyInt | None = None
     fruitless: wire.Count = 0
+    loss_ages_s: wire.Ages = ()
+    host_loss_ages_s: wire.HostAges = ()
+    backoff_left_s: wire.UpToADay = 0.0
+
+
+@frozen
+class Recalled:
+    """What is known of the run, how long ago that was written down, and the term of this coordinator, if it has been
+    given one."""
+
+    memory: Memory | None = None
+    age_s: float = 0.0
+    term: int | None = None
 
 
 # What an agent is told. The machine of the run gives these, the wire carries them, the agent's lifecycle takes them.
@@ -391,7 +418,10 @@ class Notice:
 
 @frozen
 class Resigned:
-    """The coordinator steps down and closes its connections; another one will wait for the leases to end."""
+    """The coordinator steps down and closes its connections; another one will wait for the leases to end. `refusal` is
+    what etcd said, if it refuses what any coordinator of the run must write."""
+
+    refusal: wire.Text = ""
 
 
 @frozen

@@ -22,12 +22,13 @@ from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
+from holdfast.failures.records import Failure
 from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import model, node_lease, protocol
 from holdfast.rendezvous.membership.model import Ended, NodeFacts, Place, PlaceLost, Refused, Sealed, Settings, Stage
 from holdfast.rendezvous.membership.node_lease import Line, NodeLease
 from holdfast.rendezvous.membership.protocol import Close, Failed, FromNode, Join, Leaving, Left, Return, Succeeded
-from holdfast.rendezvous.membership.restart_policy import Advance, Failure
+from holdfast.rendezvous.membership.restart_policy import Advance
 
 
 class Standing(StrEnum):
@@ -69,19 +70,20 @@ class JoinRequested:
 
 
 @frozen
-class Received:
+class Pushed:
     message: protocol.FromCoordinator
 
 
 @frozen
 class Welcomed:
-    """There is a connection to a coordinator of this term, which knows of rounds up to this one."""
+    """There is a connection to a coordinator of this term, which knows of so many rounds and charged restarts."""
 
     term: int
     last_round: int
+    restarts_used: int = 0
 
 
-AgentEvent = JoinRequested | Failed | Succeeded | Leaving | Left | Close | Received
+AgentEvent = JoinRequested | Failed | Succeeded | Leaving | Left | Close | Pushed
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
@@ -100,7 +102,7 @@ class Participant:
         self.term = 0
         self._lease = lease
         self._last_place: Place | None = None
-        self._heard_round = 0
+        self._heard_round = self._heard_restarts = 0
         self._has_lost_place = self._has_left = False
         self._asked_at = 0.0
         self._stage = Stage.RUNNING
@@ -141,10 +143,10 @@ class Participant:
                 return self._complete_leave(now)
             case Close(reason):
                 self._close_reason = reason
-            case Received(message):
+            case Pushed(message):
                 return self._take(message, now)
-            case Welcomed(term, last_round):
-                return self._welcomed(term, last_round, now)
+            case Welcomed():
+                return self._welcomed(event, now)
             case _:
                 return self._step_lease(event, now)
         return self._say(event)
@@ -177,7 +179,7 @@ class Participant:
     def _join_message(self) -> Join:
         """With what was said of the last round: it may have met a closed connection, or a coordinator that is gone."""
         place, failure = self._last_place, self._failure.failure if self._failure else None
-        said = (self._has_lost_place, failure, self._stop, self._advance)
+        said = (self._has_lost_place, failure, self._stop, self._advance, self._heard_restarts)
         return Join(self.facts, self.settings, place, self._heard_round, *said)
 
     def _is_in(self, round: int) -> bool:
@@ -191,12 +193,13 @@ class Participant:
 
     # What the coordinator says.
 
-    def _welcomed(self, term: int, last_round: int, now: float) -> list[Command]:
+    def _welcomed(self, welcome: Welcomed, now: float) -> list[Command]:
         """Never accept a coordinator that another one has replaced."""
-        if term < self.term:
+        if welcome.term < self.term:
             return [node_lease.HangUp(), *self._step_lease(node_lease.ConnectFailed(was_refused=False), now)]
-        self.term = term
-        self._heard_round = max(self._heard_round, last_round)
+        self.term = welcome.term
+        self._heard_round = max(self._heard_round, welcome.last_round)
+        self._heard_restarts = max(self._heard_restarts, welcome.restarts_used)
         commands = self._step_lease(node_lease.Connected(), now)
         return [*self._introduce(now), *commands]
 

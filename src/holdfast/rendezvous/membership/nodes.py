@@ -26,6 +26,7 @@ class Node:
     arrival: int
     heard_at: float
     drop_at: float | None = None  # Its connection is closed, and it is lost at this time unless it returns.
+    has_hung_up: bool = False  # With `drop_at`: the node's side closed the connection.
 
     @property
     def key(self) -> str:
@@ -37,11 +38,13 @@ class Node:
 
 
 class NodeTable(dict[str, Node]):
-    """The nodes by key; only `add` and `remove` change which. `waiting`: those that have joined and are connected."""
+    """The nodes by key; only `add` and `remove` change which. `waiting`: those that have joined and are connected.
+    `held`: those that have joined and have to wait until that time, because their host was lost before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting: set[str] = set()
+        self.held: dict[str, float] = {}
         self._by_silence: OrderedDict[str, None] = OrderedDict()  # Open ones; the one that is silent longest is first.
         self._drop_times: list[tuple[float, str]] = []  # A heap, with some that are not true any more.
         self._claims: dict[int, set[str]] = {}  # Which keys requested which rank.
@@ -83,13 +86,11 @@ class NodeTable(dict[str, Node]):
         newest = max(self._incarnations.get(facts.node_id, 0), self._gone.get(facts.node_id, 0))
         return facts.incarnation < newest
 
-    def has_seen(self, node_id: str) -> bool:
-        return node_id in self._incarnations or node_id in self._gone
-
-    def add(self, facts: NodeFacts, stage: Stage, now: float) -> Node:
-        """A node that is known keeps its place in the order of arrival."""
+    def add(self, facts: NodeFacts, stage: Stage, now: float, held_until: float = 0.0) -> Node:
+        """A node that is known keeps its place in the order of arrival, and the time until which it is held."""
         key = facts.key
         known = self.get(key)
+        held_until = self.held.get(key, 0.0) if known else held_until
         self.remove(key)
         self._arrivals += 1
         node = self[key] = Node(facts, stage, known.arrival if known else self._arrivals, now)
@@ -98,7 +99,9 @@ class NodeTable(dict[str, Node]):
         self.shapes[facts.shape] += 1
         if facts.requested_rank is not None:
             self._claims.setdefault(facts.requested_rank, set()).add(key)
-        if stage is Stage.WAITING:
+        if stage is Stage.WAITING and held_until > now:
+            self.held[key] = held_until
+        elif stage is Stage.WAITING:
             self.waiting.add(key)
         return node
 
@@ -113,6 +116,7 @@ class NodeTable(dict[str, Node]):
                 del self._claims[node.facts.requested_rank]
         self.shapes -= Counter((node.facts.shape,))
         self.waiting.discard(key)
+        self.held.pop(key, None)
         self._by_silence.pop(key, None)
         node_id, incarnation = node.facts.node_id, node.facts.incarnation
         if self._incarnations.get(node_id) == incarnation:
@@ -129,18 +133,34 @@ class NodeTable(dict[str, Node]):
                 self._by_silence[key] = None
                 self._by_silence.move_to_end(key)
 
-    def drop(self, node: Node, at: float) -> None:
+    def drop(self, node: Node, at: float, has_hung_up: bool = True) -> None:
         """Its connection is closed; it is lost at that time unless it returns."""
-        node.drop_at = at
+        node.drop_at, node.has_hung_up = at, has_hung_up
         self._by_silence.pop(node.key, None)
         heapq.heappush(self._drop_times, (at, node.key))
         self.waiting.discard(node.key)
 
     def reopen(self, node: Node, now: float) -> None:
         node.drop_at = None
-        if node.stage is Stage.WAITING:
+        if node.stage is Stage.WAITING and node.key not in self.held:
             self.waiting.add(node.key)
         self.hear(node.key, now)
+
+    def release(self, now: float) -> tuple[str, ...]:
+        """Nodes that were held long enough wait like any other. Returns which of them are connected."""
+        keys = sorted(key for key, until in self.held.items() if until <= now)
+        for key in keys:
+            del self.held[key]
+        freed = tuple(key for key in keys if self[key].is_open)
+        self.waiting.update(freed)
+        return freed
+
+    def next_release_at(self) -> float | None:
+        return min(self.held.values(), default=None)
+
+    def held_beyond(self, at: float) -> int:
+        """How many are held for longer than that."""
+        return sum(1 for until in self.held.values() if until > at)
 
     def dropped_by(self, now: float) -> list[str]:
         return sorted({key for at, key in self._drop_times if at <= now and self._is_dropped_at(at, key)})
@@ -156,7 +176,8 @@ class NodeTable(dict[str, Node]):
 
     def check(self) -> None:
         open_keys = set(self.open_keys())
-        assert self.waiting == {key for key in open_keys if self[key].stage is Stage.WAITING}
+        assert self.waiting == {key for key in open_keys if self[key].stage is Stage.WAITING} - self.held.keys()
+        assert all(self[key].stage is Stage.WAITING for key in self.held)
         assert self._by_silence.keys() == open_keys
         assert {key for at, key in self._drop_times if self._is_dropped_at(at, key)} == self.keys() - open_keys
 

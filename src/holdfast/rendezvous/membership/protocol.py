@@ -10,42 +10,42 @@ fields with defaults, which others ignore, and messages that are sent only to a 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from holdfast import escape
+from holdfast import escape, wire_types
+from holdfast.failures.records import Evidence, Failure, Folded
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
-from holdfast.rendezvous.membership.restart_policy import Advance, Failure, RestartPolicy
+from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
+from holdfast.telemetry.stragglers import Straggler
+from holdfast.wire_types import MAX_NAME
+from holdfast.wire_types import AnyInt as AnyInt
+from holdfast.wire_types import Count as Count
+from holdfast.wire_types import Name as Name
 
-MAJOR, MINOR = 3, 3
-MINOR_WITH_QUERIES = 2  # The first that knows `Query` and `Answer`.
+T = TypeVar("T")
+
+MAJOR, MINOR = 4, 0
 MAX_TEXT = 1 << 14
-MAX_NAME = 256
 MAX_ROLE = 128
-MAX_EVIDENCE = 1 << 16
+MAX_STORE_KEYS = 1 << 14  # Of one request.
 MAX_QUERY_BYTES = 1 << 12
 MAX_ANSWER_BYTES = 1 << 19
 NONCE_BYTES = 32
 _TOLD_AT_MOST = 8
-_MAX_COUNT = 1 << 53  # What every peer can count to, whatever it is written in.
 # What a peer may claim that rounds and terms have reached. A coordinator that believes it still has as many to go.
 HIGHEST_CLAIM = 1 << 52
 _HIGHEST_KEPT = HIGHEST_CLAIM + (1 << 51)  # In a memory.
 
-Count = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
-AnyInt = Annotated[int, Meta(ge=-_MAX_COUNT, le=_MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e10)]
-Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Role = Annotated[str, Meta(max_length=MAX_ROLE)]
 NonEmptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 Digest = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Evidence = Annotated[str, Meta(max_length=MAX_EVIDENCE)]
 Failures = Annotated[tuple[Failure, ...], Meta(max_length=model.MAX_OTHER_FAILURES)]
 RoundEnds = Annotated[tuple[model.RoundEnd, ...], Meta(max_length=model.MAX_ROUND_ENDS)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -58,19 +58,27 @@ Names = Annotated[frozenset[Annotated[str, Meta(max_length=256)]], Meta(max_leng
 Bytes = Annotated[bytes, Meta(max_length=MAX_NAME)]
 Interval = Annotated[float, Meta(ge=0.01, le=3600.0)]
 Lease = Annotated[float, Meta(ge=0.1, le=3600.0)]
+UpToAMinute = Annotated[float, Meta(ge=0.0, le=60.0)]
 UpToAnHour = Annotated[float, Meta(ge=0.0, le=3600.0)]
 UpToADay = Annotated[float, Meta(ge=0.0, le=86400.0)]
-RoundNumber = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
+RoundNumber = Annotated[int, Meta(ge=1, le=wire_types.MAX_COUNT)]
 Shapes = Annotated[tuple[tuple[Role, LocalSize], ...], Meta(max_length=model.MAX_SHAPES)]
 Pattern = Annotated[bytes, Meta(max_length=2 * MAX_NODES + 1024)]  # Two bytes a node that could not be compressed.
+Secrets = Annotated[tuple[Bytes, ...], Meta(max_length=4096)]
 Ages = Annotated[tuple[Seconds, ...], Meta(max_length=1 << 16)]
+FewAges = Annotated[tuple[Seconds, ...], Meta(max_length=model.MAX_LOSSES)]
+HostAges = Annotated[tuple[tuple[Name, FewAges], ...], Meta(max_length=model.MAX_LOST_HOSTS)]
 
 # The records that are on the wire were defined before these types.
+_wire = SimpleNamespace(**{**vars(wire_types), **globals()})
 for _kind in (
     NodeFacts,
     Settings,
     RestartPolicy,
     Advance,
+    Straggler,
+    Folded,
+    Evidence,
     Failure,
     model.RoundEnd,
     model.Outcome,
@@ -78,10 +86,10 @@ for _kind in (
     Memory,
     *get_args(Push),
 ):
-    _kind.__annotations__ = get_type_hints(_kind, localns={"wire": SimpleNamespace(**globals())}, include_extras=True)
+    _kind.__annotations__ = get_type_hints(_kind, localns={"wire": _wire}, include_extras=True)
 
 
-# The handshake: `Challenge`, `Hello`, with a token `Ready`, `Introduction`, `Welcome`. With a token, every frame after
+# The handshake: `Challenge`, `Hello`, with a token `Proved`, `Introduction`, `Welcome`. With a token, every frame after
 # `Hello` is sealed (`keys`), and the agent says nothing of itself before it has found the coordinator's seal right.
 
 
@@ -105,27 +113,28 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     endpoint: Name = ""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Proved(msgspec.Struct, frozen=True, tag=True):
     """Its seal proves that the coordinator knows the token."""
 
 
 class Introduction(msgspec.Struct, frozen=True, tag=True):
-    """Which node speaks on this connection, and its ticket if it has one; no node id means that none does. `term` is
-    the highest that it knows of. A visitor is no node: it asks about a run that exists (`Query`), and does nothing
-    else."""
+    """Which node speaks on this connection, and the secret that it has made up for itself; no node id means that none
+    does. `term` is the highest that it knows of. A visitor is no node: it asks about a run that exists (`Query`), and
+    does nothing else."""
 
     node_id: Name = ""
-    ticket: Bytes = b""
+    secret: Bytes = b""
     term: Count = 0
     is_visitor: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """`last_round` is the last one that the coordinator knows of. `ticket` is the node's, to be shown from now on."""
+    """`last_round` is the last one that the coordinator knows of, `restarts_used` the restarts that were
+    charged before it: what was charged after it is charged again if the memory is lost."""
 
     term: Count = 0
     last_round: Count = 0
-    ticket: Bytes = b""
+    restarts_used: Count = 0
 
 
 class Denied(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +144,7 @@ class Denied(msgspec.Struct, frozen=True, tag=True):
     is_passing: bool = False
 
 
-Handshake = Challenge | Hello | Ready | Introduction | Welcome | Denied
+Handshake = Challenge | Hello | Proved | Introduction | Welcome | Denied
 
 
 class StoreRequest(msgspec.Struct, frozen=True, tag=True):
@@ -146,8 +155,8 @@ class StoreRequest(msgspec.Struct, frozen=True, tag=True):
     sender: Annotated[bytes, Meta(max_length=NONCE_BYTES)]
     number: Count
     operation: Name
-    keys: tuple[str, ...]
-    values: tuple[bytes, ...] = ()
+    keys: Annotated[tuple[str, ...], Meta(max_length=MAX_STORE_KEYS)]
+    values: Annotated[tuple[bytes, ...], Meta(max_length=MAX_STORE_KEYS)] = ()
     amount: int = 0
     timeout_s: Seconds = 0.0
     generation: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
@@ -169,7 +178,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """The node asks for a place in the next round; none of its workers are alive. `place` is the last one that it had,
     `heard_round` the highest round that it knows of. `failure` is what its workers of that round failed of, `advance`
     how far they came, and `stop` the message that made it stop, in case that the coordinator does not know.
-    `has_lost_place`: the node had to kill its workers because it could not reach the coordinator."""
+    `has_lost_place`: the node had to kill its workers because it could not reach the coordinator. `heard_restarts` is
+    the highest number of charged restarts that it knows of."""
 
     facts: NodeFacts
     settings: Settings
@@ -179,6 +189,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     failure: Failure | None = None
     stop: Stop | None = None
     advance: Advance | None = None
+    heard_restarts: Count = 0
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):
@@ -242,6 +253,7 @@ class HeartbeatAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 FromCoordinator = Push | HeartbeatAnswer
+ToClient = Welcome | Denied | FromCoordinator
 
 
 _MORE_THAN_SHAPE = frozenset({Hello, Challenge, Join, Return, Memory, model.Sealed})
@@ -296,10 +308,25 @@ def _rank_problem(place: Place) -> str:
     return "" if place.rank < place.node_count else f"rank {place.rank} of {place.node_count} nodes"
 
 
-def clipped(failure: Failure) -> Failure:
-    """As much of a failure as may be sent."""
-    text = escape.cut(failure.text, MAX_TEXT)
-    return replace(failure, node=failure.node[:MAX_NAME], exception=failure.exception[:MAX_NAME], text=text)
+def clipped(record: T) -> T:
+    """As much of a failure as may be sent: its texts and lists are cut to the limits of their types."""
+    hints = type(record).__annotations__
+    return type(record)(**{name: _clipped(getattr(record, name), hint) for name, hint in hints.items()})
+
+
+def _clipped(value: Any, hint: Any) -> Any:
+    limit = next((each.max_length for each in getattr(hint, "__metadata__", ()) if each.max_length), None)
+    match value:
+        case str():
+            plain = value.encode("utf-8", "backslashreplace").decode()  # Paths and JSON may have halves of characters.
+            cut = escape.cut_middle if limit == wire_types.MAX_EXCERPT else escape.cut
+            return plain if limit is None else cut(plain, limit)
+        case tuple():
+            (each_hint, *_) = get_args(get_args(hint)[0])
+            return tuple(_clipped(each, each_hint) for each in value[:limit])
+        case Evidence() | Folded():
+            return clipped(value)
+    return value
 
 
 class From(msgspec.Struct, frozen=True):
@@ -310,9 +337,10 @@ class From(msgspec.Struct, frozen=True):
 
 
 class ConnectionClosed(msgspec.Struct, frozen=True):
-    """The connection on which the node spoke last is closed."""
+    """The connection on which the node spoke last is closed. `by_peer`: the node's side closed it."""
 
     key: str
+    by_peer: bool = True
 
 
 class TimePassed(msgspec.Struct, frozen=True):

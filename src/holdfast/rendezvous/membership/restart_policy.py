@@ -8,6 +8,7 @@ failure of the whole run, by the coordinator, or by the agent of a run that has 
 * Any other costs one restart of the budget. With a window, only the restarts within it count ("5 in 10 m").
 * With `no_progress_limit`, so many restarts in a row may follow rounds in which the workers got no further than before
   (`Advance`). The next such failure ends the run for good: a scheduler should not start it again.
+* Restarts after lost nodes have limits of their own (`losses`).
 * Backoff: the first charged restart comes after `backoff_s`, each further one in a row after twice as long, up
   to `backoff_cap_s`. One that is not charged waits as long as the first.
 """
@@ -18,35 +19,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from holdfast.failures.records import REFUSAL, Failure
 from holdfast.frozen import frozen
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
-
-HANG = "hang"  # Stands for the exception of workers that did not end but hung.
-REFUSAL = "refusal"  # Stands for the exception of workers that could not be started.
+    from holdfast.rendezvous.membership.model import Memory
 
 # Errors in the program itself, which no restart cures. `--fatal-exceptions` names others.
 FATAL_EXCEPTIONS = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
 
 _NAMED_AT_MOST = 8
 _REMEMBERED_AT_MOST = 10_000
-
-
-@frozen
-class Failure:
-    """What the policy and the final report need to know of a worker that failed. `exception` is the class name of the
-    exception, or empty. `text` is the line that says what happened. `is_consequence`: it looks like the result of
-    another failure (a connection closed by a peer). `evidence` is what the other nodes show of it, as
-    `failures.report` writes it; it comes when the workers of its node are gone."""
-
-    node: wire.Name = ""
-    rank: wire.AnyInt = -1
-    exitcode: wire.AnyInt = 1
-    exception: wire.Name = ""
-    text: wire.Text = ""
-    is_consequence: bool = False
-    evidence: wire.Evidence = ""
 
 
 @frozen
@@ -71,6 +55,8 @@ class RestartPolicy:
     uncounted_exit_codes: wire.ExitCodes = frozenset()
     uncounted_exceptions: wire.Names = frozenset()
     no_progress_limit: wire.Count | None = None
+    loss_limit: wire.Count = 20
+    loss_window_s: wire.Seconds = 3600.0
 
 
 def objection_to(policy: RestartPolicy) -> str:
@@ -81,6 +67,9 @@ def objection_to(policy: RestartPolicy) -> str:
         return f"window_s must be above 0, not {policy.window_s:g}: no restart would count, and they would never end"
     if policy.no_progress_limit is not None and policy.no_progress_limit < 0:
         return f"no_progress_limit must be non-negative, not {policy.no_progress_limit}"
+    if policy.loss_limit < 0 or policy.loss_window_s <= 0:
+        limits = f"{policy.loss_limit} and {policy.loss_window_s:g}"
+        return f"loss_limit must be non-negative and loss_window_s above 0, not {limits}"
     if policy.backoff_s < 0 or policy.backoff_cap_s < 0:
         return (
             f"backoff_s and backoff_cap_s must be non-negative, not {policy.backoff_s:g} and {policy.backoff_cap_s:g}"
@@ -108,15 +97,20 @@ Decision = Restart | GiveUp
 class Budget:
     """The restarts that were charged: how many, and when, by the clock of its owner. Only a count comes from outside.
     When those restarts happened is not known then, so no window counts them. `best_step` is the highest step of all
-    rounds, `fruitless` how many failed rounds in a row before the present one made no new progress."""
+    rounds, `fruitless` how many rounds in a row before the present one failed or were lost without new progress.
+    `has_advanced`: the present one has made some."""
 
     def __init__(
         self, now: float, used: int = 0, ages_s: Sequence[float] = (), best_step: int | None = None, fruitless: int = 0
     ) -> None:
         self.used = used
         self.best_step, self.fruitless = best_step, fruitless
-        self._has_advanced = False
+        self.has_advanced = False
         self._times = deque((now - age_s for age_s in ages_s), maxlen=_REMEMBERED_AT_MOST)
+
+    @classmethod
+    def of(cls, now: float, memory: Memory) -> Budget:
+        return cls(now, memory.restarts_used, memory.restart_ages_s, memory.best_step, memory.fruitless)
 
     def charge(self, now: float) -> None:
         self.used += 1
@@ -127,16 +121,22 @@ class Budget:
         if advance is None:
             return
         if advance.step is not None and (self.best_step is None or advance.step > self.best_step):
-            self.best_step, self._has_advanced = advance.step, True
-        self._has_advanced |= advance.has_moved
+            self.best_step, self.has_advanced = advance.step, True
+        self.has_advanced |= advance.has_moved
 
     def fruitless_if_failed(self) -> int:
         """With the present round, should it have failed."""
-        return 0 if self._has_advanced else self.fruitless + 1
+        return 0 if self.has_advanced else self.fruitless + 1
 
     def end_round(self) -> None:
-        """The present round has failed, and another one follows."""
-        self.fruitless, self._has_advanced = self.fruitless_if_failed(), False
+        """The present round has failed or lost a node, and another one follows."""
+        self.fruitless, self.has_advanced = self.fruitless_if_failed(), False
+
+    def go_on(self, restart: Restart, now: float) -> None:
+        """The same, with what the restart costs."""
+        self.end_round()
+        if restart.is_charged:
+            self.charge(now)
 
     def within(self, window_s: float | None, now: float) -> int:
         """How many count now. Without a window, all do."""
@@ -156,8 +156,8 @@ def decide(policy: RestartPolicy, budget: Budget, failure: Failure, now: float) 
         return GiveUp(f"{failure.exception} is fatal, a restart would not cure it")
     if failure.exception == REFUSAL:
         return GiveUp("workers that cannot be started on a node are fatal, a restart would not cure it")
-    if policy.no_progress_limit is not None and budget.fruitless_if_failed() > policy.no_progress_limit:
-        return GiveUp(_no_progress(policy.no_progress_limit, budget.best_step), is_final=True)
+    if reason := standstill(policy, budget):
+        return GiveUp(reason, is_final=True)
     if failure.exitcode in policy.uncounted_exit_codes or failure.exception in policy.uncounted_exceptions:
         return Restart(_backoff_s(policy, 0), is_charged=False)
     counted = budget.within(policy.window_s, now)
@@ -171,11 +171,6 @@ def announcement(decision: Restart) -> str:
     if not decision.is_charged:
         return "a restart that is not counted" + (f", in {decision.delay_s:g} s" if decision.delay_s else "")
     return f"a restart, in {decision.delay_s:g} s" if decision.delay_s else ""
-
-
-def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that explains a round: the first that speaks for itself, else the first."""
-    return next((failure for failure in failures if not failure.is_consequence), failures[0])
 
 
 def excuse(departed: Sequence[str], round: int) -> str:
@@ -199,7 +194,11 @@ def _exhausted(policy: RestartPolicy) -> str:
     return f"the {policy.max_restarts} allowed restarts{within} are used up"
 
 
-def _no_progress(limit: int, best_step: int | None) -> str:
+def standstill(policy: RestartPolicy, budget: Budget) -> str:
+    """Why the run ends if the present round has failed or lost a node, because it got no further; or nothing."""
+    limit, best_step = policy.no_progress_limit, budget.best_step
+    if limit is None or budget.fruitless_if_failed() <= limit:
+        return ""
     far = "without any progress" if best_step is None else f"without getting further than step {best_step}"
     restarts = "1 restart" if limit == 1 else f"{limit} restarts in a row"
     return f"{restarts} {far} (--no-progress-limit {limit})"

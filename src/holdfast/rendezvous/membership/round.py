@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 
+from holdfast.failures.cause import root_cause
+from holdfast.failures.records import HANG, Evidence, Failure
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.formation import named
+from holdfast.rendezvous.membership.losses import Losses
 from holdfast.rendezvous.membership.model import (
     MAX_OTHER_FAILURES,
+    Admit,
     Memory,
     NodeFacts,
+    Notice,
     Outcome,
     Place,
     Settings,
@@ -20,11 +24,17 @@ from holdfast.rendezvous.membership.model import (
     World,
     with_end,
 )
-from holdfast.rendezvous.membership.protocol import HIGHEST_CLAIM, Join, Return
-from holdfast.rendezvous.membership.restart_policy import HANG, Advance, Budget, Failure
+from holdfast.rendezvous.membership.nodes import NodeTable
+from holdfast.rendezvous.membership.protocol import HIGHEST_CLAIM, Command, Expel, Join, Return, Tell
+from holdfast.rendezvous.membership.restart_policy import (
+    Advance,
+    Budget,
+    Decision,
+    Restart,
+    RestartPolicy,
+)
 from holdfast.telemetry import history
 
-STOP_MARGIN_S = 15.0  # What a node may need to stop beyond its grace: stacks, the sweep, a busy machine.
 MAX_OTHER_EVIDENCE = 1 << 16
 _ROUNDS_MISSED = 1 << 20
 _MEMBERS_WRITTEN_DOWN = 4096
@@ -35,8 +45,8 @@ class Round:
     """One life of a world. `owing` are the members whose workers may be alive, `unfinished` those whose workers have
     not succeeded. `failures` are in the order in which they were reported, one for each node; `departed` are members
     that went away, and how; `has_lost_node`: at least one without a word. Until `returns_until` unknown members of an
-    adopted world may come back; by `stop_by` all must be back from a stop. `idle_s`: how long before the stop the last
-    progress was, as far as nodes say."""
+    adopted world may come back; by `stop_by` all must be back from a stop; at `admit_at` newcomers are admitted.
+    `idle_s`: how long before the stop the last progress was, as far as nodes say."""
 
     def __init__(self, world: World, returns_until: float | None = None) -> None:
         self.world = world
@@ -50,6 +60,7 @@ class Round:
         self.stop_reason = ""
         self.stopped_at = 0.0
         self.stop_by: float | None = None
+        self.admit_at: float | None = None
 
     @property
     def has_succeeded(self) -> bool:
@@ -70,7 +81,7 @@ class Round:
         self.owing.add(facts.key)
         self.unfinished.add(facts.key)
         if self.stop_by is not None:  # It hears of the stop only now.
-            self.stop_by = max(self.stop_by, now + facts.grace_s + STOP_MARGIN_S)
+            self.stop_by = max(self.stop_by, now + facts.stops_within_s)
         if not world.missing:
             self.returns_until = None
         return True
@@ -82,23 +93,25 @@ class Round:
         if key in self.failures or len(self.failures) <= MAX_OTHER_FAILURES or speaks_for_itself:
             self.failures[key] = failure
 
-    def failures_besides(self, cause: Failure) -> tuple[Failure, ...]:
-        """The first of the others. They go to every node, so their evidence is bounded together."""
+    def failures_besides(self, cause: Failure | None) -> tuple[Failure, ...]:
+        """The first of the others; none if a lost node explains them. They go to every node, so their evidence is
+        bounded together."""
+        if cause is None:
+            return ()
         others, left_chars = [], MAX_OTHER_EVIDENCE
         besides = (each for each in self.failures.values() if each is not cause)
         for failure in itertools.islice(besides, MAX_OTHER_FAILURES):
-            left_chars -= len(failure.evidence)
-            others.append(failure if left_chars >= 0 else replace(failure, evidence=""))
+            left_chars -= failure.evidence.size_chars()
+            others.append(failure if left_chars >= 0 else replace(failure, evidence=Evidence()))
         return tuple(others)
 
-    def stop(self, reason: str, is_failure: bool, is_hang: bool, grace_s: float, now: float) -> None:
+    def stop(self, reason: str, is_failure: bool, is_hang: bool, within_s: float, now: float) -> None:
         self.stop_reason, self.is_stopped_for_failure, self.is_stopped_for_hang = reason, is_failure, is_hang
-        self.stopped_at, self.stop_by = now, now + grace_s + STOP_MARGIN_S
+        self.stopped_at, self.stop_by, self.admit_at = now, now + within_s, None
 
     def stopped_meanwhile(self) -> Stop:
         """For a member that may have missed it."""
-        why = "the round was stopped meanwhile"
-        return Stop(self.world.round, why, self.is_stopped_for_failure, is_loss=self.has_lost_node)
+        return Stop(self.world.round, self.stop_reason, self.is_stopped_for_failure, is_loss=self.has_lost_node)
 
     def note(self, advance: Advance | None) -> None:
         """The round made progress as long as one of its nodes did."""
@@ -108,28 +121,73 @@ class Round:
     def end(self) -> tuple[str, str]:
         """What has ended it and why, for the history, as far as is known now."""
         if self.departed:
-            gone = restart_policy.named([*self.departed.values()])
-            return history.NODE_LOST if self.has_lost_node else history.MEMBERSHIP_CHANGED, gone
+            return history.NODE_LOST if self.has_lost_node else history.MEMBERSHIP_CHANGED, self.gone
         if self.failures:
-            cause = restart_policy.root_cause([*self.failures.values()])
+            cause = root_cause([*self.failures.values()])
             return history.HUNG if cause.exception == HANG else history.FAILED, cause.text
         if self.is_stopped_for_failure:  # By a coordinator before this one.
             return history.HUNG if self.is_stopped_for_hang else history.FAILED, self.stop_reason
         return history.MEMBERSHIP_CHANGED, self.stop_reason
 
-    def stand_by(self) -> StandBy:
+    @property
+    def gone(self) -> str:
+        """How members went away, in one line."""
+        return restart_policy.named([*self.departed.values()])
+
+    def judge(
+        self, policy: RestartPolicy, budget: Budget, losses: Losses, now: float
+    ) -> tuple[Failure | None, Decision | None]:
+        """What it has failed of, and whether the run goes on. Failures around nodes that went away are no failures. No
+        decision: the membership was changed in order."""
+        if self.departed or not self.failures:
+            return None, losses.judge(policy, budget, now) if self.has_lost_node else None
+        cause = root_cause([*self.failures.values()])
+        return cause, restart_policy.decide(policy, budget, cause, now)
+
+    def verdict(self, restart: Restart | None) -> str:
+        """What people would not see otherwise, or nothing."""
+        if self.failures and self.departed:
+            return restart_policy.excuse([*self.departed.values()], self.world.round)
+        return restart_policy.announcement(restart) if self.failures and restart is not None else ""
+
+    def admitted_in_s(self, waiting: int, settings: Settings, now: float) -> float | None:
+        """When the round is stopped to admit so many nodes, which come together if possible: `admit_delay_s` after the
+        first of them, whoever comes meanwhile, but at once if there is no room for more. None: not at all."""
+        if settings.admit is not Admit.NOW or self.world.size >= settings.max_nodes:
+            return None
+        if self.world.size + waiting >= settings.max_nodes:
+            return 0.0
+        return settings.admit_delay_s if self.admit_at is None else max(0.0, self.admit_at - now)
+
+    def is_time_to_admit(self, waiting: int, settings: Settings, now: float) -> bool:
+        left_s = self.admitted_in_s(waiting, settings, now) if waiting else None
+        if left_s is None:
+            self.admit_at = None
+        elif self.admit_at is None:
+            self.admit_at = now + left_s
+        return left_s == 0.0
+
+    def stand_by(self, admitted_in_s: float | None) -> StandBy:
         """For nodes without a place."""
         size = "1 node" if self.world.size == 1 else f"{self.world.size} nodes"
-        return StandBy(self.world.round, f"round {self.world.round} runs with {size}, this node stands by")
+        how = f", this node is admitted in {admitted_in_s:.0f} s" if admitted_in_s else ", this node stands by"
+        return StandBy(self.world.round, f"round {self.world.round} runs with {size}{how}")
 
-    def give_up_stuck(self, stuck: Sequence[NodeFacts], now: float) -> tuple[str, str]:
-        """These members have not come back from the stop in time. Returns what to tell the others, and each of them."""
+    def expel_stuck(self, nodes: NodeTable, lease_s: float, now: float) -> list[Command]:
+        """Members that have not come back from the stop. They are lost when their leases have surely ended. One that
+        returns because it has not heard of this is expelled again."""
+        self.stop_by = now + lease_s
+        stuck = [node for key in sorted(self.owing) if (node := nodes[key]).is_open]
+        if not stuck:
+            return []
         in_time = f"within {now - self.stopped_at:.0f} s"
-        for facts in stuck:
-            self.departed.setdefault(facts.key, f"{facts.node_id} did not stop its workers {in_time}")
+        for node in stuck:
+            nodes.drop(node, now + lease_s, has_hung_up=False)
+            self.departed.setdefault(node.key, f"{node.facts.node_id} did not stop its workers {in_time}")
         workers = "its workers" if len(stuck) == 1 else "their workers"
-        names = named([facts.node_id for facts in stuck])
-        return f"{names} did not stop {workers} {in_time}: treated as lost", f"it did not stop its workers {in_time}"
+        names = named([node.facts.node_id for node in stuck])
+        told = Tell(nodes.open_keys(), Notice(f"{names} did not stop {workers} {in_time}: treated as lost"))
+        return [told, *(Expel(node.key, f"it did not stop its workers {in_time}") for node in stuck)]
 
     def give_up_unknown(self) -> str:
         """The members of an adopted round that have not come back are lost. Returns what to say of it."""
@@ -220,11 +278,14 @@ class Past:
         round: int,
         world: World | None,
         budget: Budget,
+        losses: Losses,
+        backoff_left_s: float,
         settings: Settings | None,
         outcome: Outcome | None,
         now: float,
     ) -> Memory:
         """What the next coordinator must know."""
+        policy = settings.policy if settings else RestartPolicy()
         return Memory(
             term=term,
             round_term=self.order[0],
@@ -232,10 +293,13 @@ class Past:
             members=self.members_to_write_down(world),
             is_round_over=self.is_over,
             restarts_used=budget.used,
-            restart_ages_s=budget.ages_s(settings.policy.window_s if settings else None, now),
+            restart_ages_s=budget.ages_s(policy.window_s, now),
             settings=settings,
             outcome=outcome and outcome.in_brief(),
             earlier=self.earlier,
             best_step=budget.best_step,
             fruitless=budget.fruitless,
+            loss_ages_s=losses.ages_s(policy, now),
+            host_loss_ages_s=losses.host_ages_s(now),
+            backoff_left_s=backoff_left_s,
         )

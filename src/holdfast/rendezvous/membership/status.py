@@ -6,6 +6,7 @@ that it refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from holdfast import escape
@@ -13,13 +14,14 @@ from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.formation import named
 from holdfast.rendezvous.membership.model import Phase, Stage
 from holdfast.rendezvous.membership.nodes import Node
-from holdfast.rendezvous.membership.run import Membership
-from holdfast.telemetry.status import NodeStatus, Refusal, RunStatus
+from holdfast.rendezvous.membership.phases import Membership
+from holdfast.telemetry.status import HeldNode, NodeStatus, Refusal, RunStatus
 
 PAGE_NODES = 256
 _NAMED_AT_MOST = 32
 _STEPS_SHOWN = 12
 _REFUSALS_SHOWN = 8
+_HELD_SHOWN = 32
 _TEXT_LIMIT = 400
 
 # When, who and why.
@@ -60,6 +62,7 @@ def run_status(
             Refusal(escape.cut(who, _TEXT_LIMIT), escape.cut(why, _TEXT_LIMIT), _ago_s(at, now))
             for at, who, why in refused
         ),
+        held=tuple(_held(run, now)),
         story=tuple(_story(run, now)),
         end=outcome.end.lower() if outcome else None,
         end_reason=escape.cut(outcome.reason, _TEXT_LIMIT) if outcome else None,
@@ -75,6 +78,15 @@ def last_step(run: Membership) -> protocol.Step | None:
 def _story(run: Membership, now: float) -> Iterator[tuple[float, str]]:
     for step in [*run._story][-_STEPS_SHOWN:]:
         yield _ago_s(step[0], now), protocol.told(step).partition(" ")[2]
+
+
+def _held(run: Membership, now: float) -> Iterator[HeldNode]:
+    """The nodes that wait the shortest first."""
+    words, held = run._losses.words(run.nodes, now), run.nodes.held
+    for key in sorted(held, key=held.__getitem__)[:_HELD_SHOWN]:
+        facts = run.nodes[key].facts
+        left_s = round(max(0.0, held[key] - now), 3)
+        yield HeldNode(facts.node_id, facts.host, left_s, escape.cut(words[key], _TEXT_LIMIT))
 
 
 def _in_order(run: Membership) -> list[str]:
@@ -125,7 +137,7 @@ def _wait(run: Membership, now: float) -> tuple[str | None, list[str]]:
         case Phase.FORMING:
             return _wait_to_form(run, now)
         case Phase.RUNNING:
-            return _wait_to_finish(run)
+            return _wait_to_finish(run, now)
         case Phase.STOPPING:
             return _wait_to_stop(run)
     return None, []
@@ -146,14 +158,15 @@ def _wait_to_form(run: Membership, now: float) -> tuple[str, list[str]]:
     if missing > 0:
         left_s = formation.left_s(settings, now)
         more = f"{missing} more of at least {settings.min_nodes} nodes to join"
-        return f"{more} ({waiting} joined, timeout in {left_s:.0f} s)", silent
+        held = "".join(f"; {each.text}" for each in itertools.islice(_held(run, now), 1))
+        return f"{more} ({waiting} joined, timeout in {left_s:.0f} s{held})", silent
     if formation.enough_since is not None:
         left_s = max(0.0, formation.enough_since + settings.last_call_s - now)
         return f"last call: {waiting} of at most {settings.max_nodes} nodes joined, {left_s:.0f} s left", silent
     return "nodes to join", silent
 
 
-def _wait_to_finish(run: Membership) -> tuple[str | None, list[str]]:
+def _wait_to_finish(run: Membership, now: float) -> tuple[str | None, list[str]]:
     round = run._present
     if round.world.missing:
         return _unseen(run), []
@@ -163,6 +176,10 @@ def _wait_to_finish(run: Membership) -> tuple[str | None, list[str]]:
     if 0 < len(round.unfinished) < round.world.size:
         late = _ids(run.nodes[key] for key in round.unfinished if key in run.nodes)
         return f"the workers of {named(late)} to finish", late
+    if round.admit_at is not None:
+        newcomers = run.nodes.names_waiting()
+        left_s = max(0.0, round.admit_at - now)
+        return f"more newcomers, {left_s:.0f} s more, before {named(newcomers)} can join", newcomers
     return None, []
 
 

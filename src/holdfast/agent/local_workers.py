@@ -1,0 +1,493 @@
+"""Workers that are processes of this host.
+
+Their spawner reports what becomes of them, so nothing is looked at without a cause. One spawner serves all rounds: a
+restart costs no interpreter start of ours. Around the processes there are, if the user wants that: a watch for hangs, a
+file timer server (the watchdog), and work that follows a stop (`--clean-shm`) or comes before a restart
+(`--wait-for-gpu-memory`).
+
+Workers find the pipe of the timer server in `TORCHELASTIC_TIMER_FILE` and arm timers with `holdfast.timer` or with
+torch's own client. A worker whose timer expires is killed as soon as its stacks were taken, or could not be in time; to
+the agent that is a worker that failed, and the restart policy decides.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from holdfast import log, procfs, signals
+from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
+from holdfast.agent.model import (
+    TORCHELASTIC_ENABLE_FILE_TIMER,
+    TORCHELASTIC_TIMER_FILE,
+    RunResult,
+    WorkerGroup,
+    WorkerState,
+)
+from holdfast.agent.workers import Workers
+from holdfast.errors import HoldfastError, HostError
+from holdfast.failures.records import Evidence, Failure
+from holdfast.frozen import changed
+from holdfast.hangs.progress import GroupProgress
+from holdfast.log import Logger
+from holdfast.loop import wait_readable
+from holdfast.process.errors import ProcessFailure, mention_finished
+from holdfast.process.output.lines import Copied
+from holdfast.process.output.logs import DefaultLogsSpecs
+from holdfast.process.spawner import command
+from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
+from holdfast.process.spawner.wire import Lease
+from holdfast.process.workers.group import GroupSpec, PContext, is_curable, new_group
+from holdfast.rendezvous.membership.model import Place
+from holdfast.rendezvous.membership.restart_policy import Advance
+from holdfast.telemetry.metrics import put_call, put_metric
+
+if TYPE_CHECKING:
+    from holdfast.hangs.compare import Picture
+    from holdfast.hangs.watch import HangWatch
+    from holdfast.process.spawner.warm import Wanted
+    from holdfast.process.workers.device_memory import DeviceWait
+    from holdfast.process.workers.shared_memory import Cleaning
+    from holdfast.rendezvous.coordination import Coordination
+    from holdfast.telemetry.stragglers import Straggler
+    from holdfast.timer import FileTimerRequest, FileTimerServer
+
+logger = Logger(__name__)
+
+# A worker may end before the last one is started. Usually that one follows at once, and the group fails as a whole.
+START_PATIENCE_S = 5.0
+_TIMER_TURN_S = 0.1
+
+T = TypeVar("T")
+
+
+class LocalWorkers(Workers):
+    """What to start: `spec`. Where each worker belongs: `group`. `record` is told of events, as `Records.record` is. A
+    worker that stays in uninterruptible sleep for `stuck_timeout_s` makes the group unhealthy; 0 is for ever."""
+
+    def __init__(
+        self, spec: GroupSpec, group: WorkerGroup, grace_s: float, stuck_timeout_s: float, record: Callable[..., None]
+    ) -> None:
+        self._spec, self._group, self._grace_s, self._record = spec, group, grace_s, record
+        self._stuck_timeout_s = stuck_timeout_s
+        self._stuck_since: dict[int, float] = {}
+        self.copied = {"stdout": Copied(), "stderr": Copied()}
+        self.timer_server: FileTimerServer | None = None
+        self._run: Coordination | None = None
+        self._place = Place(0, 0, 0, 1)
+        self._is_running = False  # All are started, and no stop has begun.
+        self._start_began = self._stop_began = self._began_at = 0.0
+        self._has_been_refused = False
+        self._hangs: HangWatch | None = None
+        self._behind: tuple[Straggler, ...] = ()  # When they were stopped.
+        self._link: SpawnerLink | None = None
+        self._held_lease: Lease | None = None
+        self._shm_before: frozenset[tuple[int, int]] = frozenset()
+        self._cleaning: Cleaning | None = None
+        self._device_wait: DeviceWait | None = None
+
+    # Starting.
+
+    def prepare(self, run: Coordination) -> None:
+        """While the nodes meet, or this one stands by, the modules are imported."""
+        self._run, known = run, self._link
+        if self._template() is not None and (link := self._spawner()) is not None and link is known:
+            self._warm_up(link)
+
+    def begin_start(self, place: Place) -> None:
+        self._place, self.context, self._start_began = place, None, time.monotonic()
+        self._is_running = self._has_been_refused = False
+        if self._device_wait is not None:
+            self._device_wait.begin()
+
+    def poll_start(self) -> Mapping[int, Any] | RunResult | None:
+        """A worker that fails counts, although others have not been started, if those take long."""
+        try:
+            if self._poll_start():
+                return self._started_ids()
+        except (OSError, HostError) as error:
+            put_call("LocalElasticAgent._start_workers", self._start_began, has_failed=True)
+            return self.refused(error)
+        is_late = time.monotonic() >= self._start_began + START_PATIENCE_S
+        failures = self.context.failures() if self.context is not None and is_late else {}
+        return self._failed_result(failures) if failures else None
+
+    def _poll_start(self) -> bool:
+        if self._spec.refusal:
+            raise HostError(self._spec.refusal)
+        if self.context is None:
+            if self._device_wait is not None and not self._device_wait.is_done:
+                return False
+            self._device_wait = None
+            self._order_start()
+        assert self.context is not None
+        return self.context.poll_start()
+
+    def _started_ids(self) -> dict[int, Any]:
+        assert self.context is not None
+        put_call("LocalElasticAgent._start_workers", self._start_began)
+        self._is_running = True
+        if self._hangs is not None:
+            self._hangs.begin()
+        return dict(self.context.pids())
+
+    def start(self) -> dict[int, Any]:
+        """Blocks until all are started. For hooks."""
+        while not self._poll_start():
+            signals.inbox().raise_pending()
+            fd = self.fileno()
+            wait_readable([] if fd is None else [fd], None, writable=self.unsent_fds())
+        return self._started_ids()
+
+    def refused(self, error: OSError | RuntimeError) -> RunResult:
+        """If that is the program's fault, a run of one node ends with the error itself, and the other nodes of a larger
+        one must hear of it. Else the round has failed."""
+        if not is_curable(error) and (self._group.group_world_size or 1) == 1:
+            raise error
+        why = f"{error.strerror}: {error.filename!r}" if isinstance(error, OSError) and error.filename else str(error)
+        ranks = range(self._group.spec.local_world_size)
+        evidence = Evidence(refusal=why, is_curable=is_curable(error))
+        refused = {rank: ProcessFailure(rank, 0, 1, "", Failure(order=rank, evidence=evidence)) for rank in ranks}
+        self._has_been_refused = True
+        return RunResult(WorkerState.FAILED, failures=self._by_global_rank(refused))
+
+    def _order_start(self) -> None:
+        group = self._group
+        args = {each.local_rank: tuple(macros.substitute(group.spec.args, each.local_rank)) for each in group.workers}
+        self._stop_watching()
+        self._forget_progress()
+        envs = worker_environments(
+            group,
+            os.environ,
+            run_id=group.spec.run_id,
+            round=self._place.round,
+            restart_count=self._place.restarts_used,
+            max_restarts=group.spec.policy.max_restarts,
+            # A handler that was written for another launcher may not know the question.
+            use_agent_store=getattr(group.spec.rdzv_handler, "use_agent_store", False),
+            timer_path=self._start_timer_server(),
+        )
+        self._prepare_watches(envs)
+        prefixes = log_line_prefixes(self._spec.log_line_prefix_template, group.spec.role, group.workers)
+        link, lease = self._spawner(), self._lease()
+        self._began_at = time.time()
+        if self._spec.clean_shm:
+            from holdfast.process.workers import shared_memory
+
+            self._shm_before = shared_memory.present()
+        seen = {"watch": self._hangs.output if self._hangs is not None else None, "copied": self.copied}
+        self.context = new_group(self._spec, args, envs, prefixes, link=link, lease=lease, **seen)
+        self.context.begin_start()
+        log.prepare()  # While they start: the line about it should come before what they write.
+
+    def _start_timer_server(self) -> str | None:
+        """A file timer server, if the environment asks for one; returns the path that workers are told. A path that
+        cannot be used, such as one of a regular file, is replaced by a private one. A server that cannot be started at
+        all is a warning: it must never end a healthy job."""
+        path, wish = os.environ.get(TORCHELASTIC_TIMER_FILE), os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER, "")
+        if wish != "1":
+            if wish not in ("", "0"):
+                logger.warning("%s=%s is not 1, so there is no watchdog", TORCHELASTIC_ENABLE_FILE_TIMER, wish)
+            return path or None
+        import tempfile
+
+        from holdfast.timer import FileTimerServer
+
+        private_path = os.path.join(tempfile.gettempdir(), f"watchdog_timer_{os.urandom(16).hex()}")
+        attempts = {path: "a private pipe is used instead", private_path: "workers run without a watchdog"}
+        for each, else_what in attempts.items():
+            try:
+                if each:
+                    tell = self._record_timer
+                    server = FileTimerServer(each, self._group.spec.run_id, _TIMER_TURN_S, daemon=True, log_event=tell)
+                    server.start()
+                    self.timer_server = server
+                    return each
+            except (HoldfastError, OSError) as error:
+                logger.warning("%s; %s", error, else_what)
+        return None
+
+    def _record_timer(self, name: str, request: FileTimerRequest | None) -> None:
+        """In the thread of the timer server."""
+        shown = ("worker_pid", "scope_id", "expiration_time", "signal") if request is not None else ()
+        details = {"watchdog_event": name} | {each: str(getattr(request, each)) for each in shown}
+        if request is not None and name == "kill worker process" and self.context is not None:
+            self.context.blame(request.worker_pid, note=f"its timer {request.scope_id} had expired")
+        self._record("RUNNING", details=details, watchdog_event=name)
+
+    def _spawner(self) -> SpawnerLink | None:
+        """The one spawner of this agent, or another one if that was killed. Forked functions bring their own."""
+        if callable(self._spec.entrypoint) and self._spec.start_method == "fork":
+            return None
+        if self._link is not None and not self._link.is_idle():
+            self._link.close()
+            self._link = None
+        if self._link is None:
+            self._link = launch_or_take_early()
+            self._warm_up(self._link)
+        return self._link
+
+    def _warm_up(self, link: SpawnerLink) -> None:
+        """Have the modules that workers need imported, or see that those that were imported have not changed."""
+        if (template := self._template()) is not None:
+            link.preload(template, command.bytecode())
+
+    def _template(self) -> Wanted | None:
+        return command.template_for(self._spec, macros.substitute(self._group.spec.args, 0))
+
+    def _lease(self) -> Lease | None:
+        """For a run that may give this node up: the spawner kills the workers when it does."""
+        if self._held_lease is None and self._run is not None and self._run.has_leases:
+            self._held_lease = Lease()
+            self._run.set_lease_sink(self._held_lease.set)
+        return self._held_lease
+
+    # Waiting.
+
+    def fileno(self) -> int | None:
+        if self._cleaning is not None and self._cleaning.is_underway:
+            return self._cleaning.fileno()
+        if self.context is not None:
+            return self.context.fileno()
+        return self._device_wait.fileno() if self._device_wait is not None else None
+
+    def unsent_fds(self) -> list[int]:
+        return self.context.unsent_fds() if self.context is not None else []
+
+    def deadline(self) -> float | None:
+        context = self.context
+        if context is None or (self._cleaning is not None and self._cleaning.is_underway):
+            return None
+        deadlines = [context.next_deadline(), self._hangs.next_deadline() if self._hangs is not None else None]
+        if self._is_running and self.progress is not None:
+            deadlines.append(self.progress.next_deadline())
+        if context.has_ended() and context.next_deadline() is None:
+            # While the last workers were being started; nothing will come to wake the loop.
+            deadlines.append(0.0 if self._is_running else self._start_began + START_PATIENCE_S)
+        if self._stuck_timeout_s:
+            deadlines.append(time.monotonic() + self._group.spec.monitor_interval)
+        return min((each for each in deadlines if each is not None), default=None)
+
+    # Watching.
+
+    def look(self) -> RunResult:
+        began = time.monotonic()
+        try:
+            result = self._look()
+        except BaseException:
+            put_call("LocalElasticAgent._monitor_workers", began, has_failed=True)
+            raise
+        put_call("LocalElasticAgent._monitor_workers", began)
+        if self.progress is not None and self.progress.look(began):
+            self.sampled_at = began
+        return result
+
+    def _look(self) -> RunResult:
+        context, group = self.context, self._group
+        assert context is not None
+        expected, actual = {worker.id for worker in group.workers}, set(context.pids().values())
+        if expected != actual:
+            pids = (sorted(expected, key=str), sorted(actual))
+            logger.error("the workers of role %s should have the pids %s, but have %s", group.spec.role, *pids)
+            return RunResult(WorkerState.UNKNOWN)
+        ended = context.wait(0)
+        if ended is None:
+            if (hung := self._result_of_hang(context)) is not None:
+                return hung
+            return RunResult(WorkerState.UNHEALTHY if self._is_stuck(context) else WorkerState.HEALTHY)
+        if ended.is_failed():
+            return self._failed_result(ended.failures)
+        self._stop_began, self._is_running = time.monotonic(), False
+        return RunResult(WorkerState.SUCCEEDED, return_values=self._by_global_rank(ended.return_values))
+
+    def _by_global_rank(self, by_local_rank: Mapping[int, T]) -> dict[int, T]:
+        to_global = {worker.local_rank: worker.global_rank for worker in self._group.workers}
+        return {to_global[rank]: value for rank, value in by_local_rank.items()}
+
+    def _failed_result(self, failures: Mapping[int, ProcessFailure]) -> RunResult:
+        stopped, ends = (self.context.stopped(), self.context.ends()) if self.context is not None else ({}, {})
+        failed = self._by_global_rank(failures)
+        mention_finished(failed, self._by_global_rank(ends))
+        return RunResult(WorkerState.FAILED, failures=failed, stopped=self._by_global_rank(stopped))
+
+    def _is_stuck(self, context: PContext) -> bool:
+        """Whether a worker has been in uninterruptible sleep for too long, as far as the agent looked."""
+        if not self._stuck_timeout_s:
+            return False
+        now, before = time.monotonic(), self._stuck_since
+        pids = context.pids().values()
+        stuck = [pid for pid in pids if (status := procfs.process_status(pid)) and status.state == "D"]
+        self._stuck_since = {pid: before.get(pid, now) for pid in stuck}
+        for pid, since in self._stuck_since.items():
+            if pid not in before:
+                logger.warning("worker %d is in uninterruptible sleep", pid)
+            if now - since >= self._stuck_timeout_s:
+                logger.error("worker %d has been in uninterruptible sleep for %g s", pid, self._stuck_timeout_s)
+                context.blame(pid, note=f"it had been in uninterruptible sleep for {self._stuck_timeout_s:g} s")
+                return True
+        return False
+
+    # Hangs.
+
+    def _prepare_watches(self, envs: dict[int, dict[str, str]]) -> None:
+        """For each life of the group watches of its own: of progress, and of hangs if the user wants that."""
+        policy = self._group.spec.hang_policy
+        self.progress, self._hangs = GroupProgress(envs, time.monotonic()), None
+        if policy is not None and policy.is_on:
+            from holdfast.hangs.watch import HangWatch
+
+            self._hangs = HangWatch(policy, self.progress)
+            self.progress.output = self._hangs.output
+
+    def _result_of_hang(self, context: PContext) -> RunResult | None:
+        """If the workers hang: where they are, and what becomes of it."""
+        watch, limits = self._hangs, self._group.spec.hang_policy
+        verdict = watch.look(context.running()) if watch is not None else None
+        if watch is None or limits is None or verdict is None:
+            return None
+        from holdfast.hangs import policy
+
+        reason = policy.words(verdict, limits)
+        logger.warning("the workers hang: %s (--%s %g s); taking their stacks", reason, verdict.bound, verdict.limit_s)
+        picture, path = self._examine(context, reason)
+        if context.wait(0) is not None or watch.look(context.running(), is_again=True) is None:
+            logger.warning("the workers have moved while their stacks were taken, and go on")
+            return None
+        return self._blame(context, picture, reason, path)
+
+    def examine(self) -> RunResult | None:
+        context = self.context
+        if context is None or not context.running():
+            return None
+        reason = "another node found the run hanging"
+        picture, path = self._examine(context, reason)
+        return self._blame(context, picture, reason, path) if picture.is_cause_here else None
+
+    def _examine(self, context: PContext, reason: str) -> tuple[Picture, str]:
+        """Where the workers are, and the file that says it."""
+        from holdfast.hangs import watch
+
+        group = self._group
+        pids = context.running()
+        workers = {w.local_rank: (w.global_rank, pids[w.local_rank]) for w in group.workers if w.local_rank in pids}
+        picture = watch.examine(workers, self._hangs)
+        where = f"run {group.spec.run_id}, round {self._place.round}, host {os.uname().nodename}"
+        heading = f"{where}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        path = watch.tell(picture, context.destinations, f"{heading}\n{reason}")
+        odd_ranks = ",".join(str(rank) for group in picture.odd for rank in group.ranks)
+        self._record("HUNG", details={"reason": reason, "odd_ranks": odd_ranks, "stacks": path})
+        put_metric(f"workers.{group.spec.role}.hung", 1)
+        return picture, path
+
+    def _blame(self, context: PContext, picture: Picture, reason: str, path: str) -> RunResult:
+        note = f"every thread of every worker is in {path}" if path else ""
+        for pid, words, stack in picture.blamed(reason):
+            context.blame(pid, note=note, hang=words, stack=stack, is_waiting=not picture.is_cause_here)
+        return self._failed_result(context.failures())
+
+    # Stopping.
+
+    def begin_stop(self, at_once: bool) -> None:
+        self._prepare_stop()
+        if self.context is not None:
+            self.context.begin_stop(signal.SIGKILL if at_once else signal.SIGTERM, 0 if at_once else self._grace_s)
+
+    def stop(self) -> None:
+        """Blocks until they are stopped. For hooks."""
+        self._prepare_stop()
+        if self.context is not None:
+            self.context.close(signal.SIGTERM, self._grace_s)
+
+    def _prepare_stop(self) -> None:
+        """Once for each life: note what cannot be seen any more after it."""
+        if self._stop_began >= self._start_began:
+            return
+        self._stop_began, self._is_running, context = time.monotonic(), False, self.context
+        self._stop_watching()
+        if context is None:
+            return
+        if self.progress is not None:
+            finished = {rank for rank, (code, *_) in context.ends().items() if code == 0}  # They are not slow.
+            others = [each for each in self._group.workers if each.local_rank not in finished]
+            self._behind = tuple(self.progress.behind({each.local_rank: each.global_rank for each in others}))
+        if self._spec.clean_shm:
+            from holdfast.process.workers.shared_memory import Cleaning
+
+            self._cleaning = Cleaning(context.running().values(), self._shm_before)
+        if self._spec.wait_for_gpu_memory_s:
+            from holdfast.process.workers.device_memory import DeviceWait
+
+            self._device_wait = DeviceWait(context.running().values(), self._spec.wait_for_gpu_memory_s)
+
+    def poll_stop(self, result: RunResult) -> RunResult | None:
+        context = self.context
+        if context is not None and context.next_deadline() is not None and not context.poll_stop():
+            return None
+        if self._cleaning is not None and not self._cleaning.poll():
+            return None
+        self._cleaning = None
+        put_call("LocalElasticAgent._stop_workers", self._stop_began)
+        return result if context is None or self._has_been_refused else self._settled(context)
+
+    def _settled(self, context: PContext) -> RunResult:
+        """Once all workers are stopped, all that they wrote has arrived: the evidence is complete."""
+        settled = self._failed_result(context.failures())
+        if settled.failures:
+            from holdfast.failures import leftovers
+
+            crashed = [failure.pid for failure in settled.failures.values() if failure.exitcode < 0]
+            environments = self._by_global_rank({rank: {**os.environ, **env} for rank, env in context.envs.items()})
+            left = tuple(leftovers.left_by(environments, crashed, self._began_at))
+            known = {"logs": context.logs_dir, "left": left, "stragglers": self._behind}
+            for failure in settled.failures.values():
+                failure.evidence = changed(failure.evidence, **known)
+        return settled
+
+    def unkillable(self) -> tuple[int, ...]:
+        return tuple(pid for pid, _ in self.context.survivors) if self.context is not None else ()
+
+    def killed_ranks(self) -> tuple[int, ...]:
+        stopped = self.context.stopped() if self.context is not None else {}
+        return tuple(rank for rank, how in self._by_global_rank(stopped).items() if how.startswith("SIGKILL"))
+
+    def advance(self) -> Advance | None:
+        calls = self.progress.calls() if self.progress is not None else {}
+        steps = [step for _, step in calls.values() if step is not None]
+        matched_at = self._hangs.output.matched_at() if self._hangs is not None else None
+        progress_at = max([at for at, _ in calls.values()] + ([] if matched_at is None else [matched_at]), default=None)
+        if progress_at is None:
+            return None
+        has_stopped = self._stop_began >= self._start_began
+        idle_s = max(0.0, (self._stop_began if has_stopped else time.monotonic()) - progress_at)
+        return Advance(max(steps, default=None), matched_at is not None or len(steps) < len(calls), idle_s)
+
+    def shutdown(self, grace_s: float, number: signal.Signals | None = None, *, is_restart: bool = False) -> None:
+        self._stop_watching()
+        if self.context is not None:
+            self.context.close(number, grace_s)
+        if is_restart:
+            return
+        self._forget_progress()
+        if self._device_wait is not None:
+            self._device_wait.cancel()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if isinstance(self._spec.logs_specs, DefaultLogsSpecs):
+            self._spec.logs_specs.remove_if_unused(keep_errors=self._group.state is WorkerState.FAILED)
+
+    def _stop_watching(self) -> None:
+        if self._hangs is not None:
+            self._hangs.end()
+        if self.timer_server is not None:
+            self.timer_server.stop()
+            self.timer_server = None
+
+    def _forget_progress(self) -> None:
+        self._behind = ()
+        if self.progress is not None:
+            self.progress.close()
+            self.progress = None

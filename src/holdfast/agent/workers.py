@@ -1,0 +1,88 @@
+"""The workers of one node, as the agent's loop drives them.
+
+Starting and stopping are begun, and polled after each wait until they are done; the loop acts on signals and pushes
+meanwhile. `LocalWorkers` are processes of this host. `HookWorkers` are those of an agent that a user has written.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from holdfast.agent.model import RunResult, WorkerState
+
+if TYPE_CHECKING:
+    from holdfast.hangs.progress import GroupProgress
+    from holdfast.process.output.lines import Copied
+    from holdfast.process.workers.group import PContext
+    from holdfast.rendezvous.coordination import Coordination
+    from holdfast.rendezvous.membership.model import Place
+    from holdfast.rendezvous.membership.restart_policy import Advance
+
+
+class Workers:
+    """The interface; as it stands, a group without workers. Of processes of this host more is known than of others:
+    `context` is the last life of the group, `progress` what they have told of it, sampled last at `sampled_at`,
+    `copied` how much they have written."""
+
+    context: PContext | None = None
+    progress: GroupProgress | None = None
+    sampled_at = 0.0
+    copied: Mapping[str, Copied] = {}
+
+    def prepare(self, run: Coordination) -> None:
+        """This node asks for a place in the next round: get ready what can be."""
+
+    def begin_start(self, place: Place) -> None:
+        """Start the workers of this round."""
+
+    def poll_start(self) -> Mapping[int, Any] | RunResult | None:
+        """Local rank -> id once all are started; None before. A result if they cannot be, or one has failed."""
+        return {}
+
+    def refused(self, error: OSError | RuntimeError) -> RunResult:
+        """The result of workers that cannot be started. Raises the error if it is for this node alone."""
+        raise error
+
+    def look(self) -> RunResult:
+        """How the workers stand at this moment."""
+        return RunResult(WorkerState.UNKNOWN)
+
+    def examine(self) -> RunResult | None:
+        """The run hangs: see where these workers are. The result if the cause is among them."""
+        return None
+
+    def begin_stop(self, at_once: bool) -> None:
+        """Stop the workers, `at_once` without grace. A second call may cut the grace short."""
+
+    def poll_stop(self, result: RunResult) -> RunResult | None:
+        """Once they are stopped: their last `result`, with what is known only now."""
+        return result
+
+    def shutdown(self, grace_s: float, number: signal.Signals | None = None) -> None:
+        """Stop workers that are left, with that signal, and release everything. Blocks."""
+
+    def unkillable(self) -> tuple[int, ...]:
+        """After a stop: the pids that even SIGKILL did not end."""
+        return ()
+
+    def killed_ranks(self) -> tuple[int, ...]:
+        """After a stop: the global ranks that did not end by themselves within the grace period."""
+        return ()
+
+    def advance(self) -> Advance | None:
+        """How far the workers came in this round, or in the last one."""
+        return None
+
+    def fileno(self) -> int | None:
+        """Readable when it is worth to look or to poll again."""
+        return None
+
+    def unsent_fds(self) -> list[int]:
+        """Descriptors for which a loop must wait until they can be written, too."""
+        return []
+
+    def deadline(self) -> float | None:
+        """When to look or to poll although nothing is readable."""
+        return None

@@ -1,0 +1,145 @@
+"""The agent's client: nothing that takes time keeps its thread from its heartbeats and its lease."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.rendezvous import handler
+from holdfast.rendezvous.api import RendezvousParameters, RendezvousTimeoutError
+from holdfast.rendezvous.client.handshake import Target
+from holdfast.rendezvous.client.thread import Locator
+from holdfast.rendezvous.handler import CoordinatorHandler
+from holdfast.rendezvous.membership.model import PlaceLost
+from holdfast.rendezvous.settings import read
+from tests import support
+from tests.coordinators import Caller, CoordinatorProcess, coordinator, form, node
+from tests.nodes import Relay
+
+
+def keeps_its_place(made: CoordinatorHandler, for_s: float) -> bool:
+    ends = time.monotonic() + for_s
+    support.wait_until(lambda: made.has_lapsed or time.monotonic() > ends, "some leases")
+    return not made.has_lapsed and not [push for push in made.take() if isinstance(push, PlaceLost)]
+
+
+def is_connected(made: CoordinatorHandler) -> bool:
+    assert made._client is not None
+    return made._client.reach.since is None
+
+
+def test_a_coordinator_that_starts_slowly_costs_the_node_that_starts_it_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease goes on from each refused connection while the process starts."""
+    begun, is_ready = threading.Event(), threading.Event()
+
+    def start_slowly(*_: object) -> bool:
+        begun.set()
+        return is_ready.wait(30)
+
+    first = CoordinatorProcess(tmp_path)
+    with closing(first), node(first.port, is_host=True, lease=2.5, heartbeat=0.3) as a:
+        form(a)
+        monkeypatch.setattr(handler.launch, "host_at", start_slowly)
+        first.kill()
+        assert begun.wait(30)
+        assert keeps_its_place(a, for_s=6.0)
+        with coordinator(tmp_path, port=first.port):
+            is_ready.set()
+            support.wait_until(lambda: is_connected(a), "it is back")
+            assert keeps_its_place(a, for_s=3.0)
+
+
+def test_a_dial_that_was_refused_long_ago_starts_no_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread is late: another coordinator has served meanwhile, and is gone with its run."""
+    port, refused, may_go_on = support.free_port(), threading.Event(), threading.Event()
+    hosted: list[object] = []
+    connect = Target.connect
+
+    def connect_late(target: Target, introduction: Any) -> Any:
+        try:
+            return connect(target, introduction)
+        except ConnectionRefusedError:
+            if not refused.is_set():
+                refused.set()
+                may_go_on.wait(30)
+            raise
+
+    monkeypatch.setattr(Target, "connect", connect_late)
+    monkeypatch.setattr(handler.launch, "host_at", lambda *args: hosted.append(args))
+    with node(port, is_host=True) as a:
+        waiting = Caller(a.next_rendezvous)
+        assert refused.wait(30)
+        with coordinator(tmp_path, port=port):
+            assert a._client is not None
+            a._client._inbox.put(a._client._move)  # As if another thread had found that coordinator.
+            waiting.result()
+    may_go_on.set()
+    names = lambda: {each.name for each in threading.enumerate()}  # noqa: E731
+    support.wait_until(lambda: "holdfast-dial" not in names(), "the end of the late thread")
+    assert not hosted
+
+
+def test_a_node_that_has_had_no_place_gives_up_after_the_join_timeout(tmp_path: Path) -> None:
+    """Though it was welcome, and `outage_timeout` is longer."""
+    first = CoordinatorProcess(tmp_path)
+    with closing(first), node(first.port, "2", join_timeout=2, outage_timeout=60) as a:
+        waiting = Caller(a.next_rendezvous)
+        support.wait_until(lambda: a._client and is_connected(a), "a welcome")
+        first.kill()
+        with pytest.raises(RendezvousTimeoutError, match=r"could not reach .* within 2 s"):
+            waiting.result()
+
+
+class Moving(Locator):
+    """The coordinator moves when the test says so."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.found: Callable[[], object] | None = None
+
+    def target(self) -> Target:
+        return Target("127.0.0.1", self.port, "moving")
+
+    def refused(self, target: Target) -> bool:
+        return False
+
+    def locate(
+        self, known_term: int, node_count: int, is_wanted: Callable[[], bool], found: Callable[[], object]
+    ) -> None:
+        self.found = found
+
+
+def test_a_dial_is_given_up_when_the_coordinator_has_moved(tmp_path: Path) -> None:
+    """The address that the node knows accepts its connection and says nothing: the handshake there would take 5 s."""
+    with coordinator(tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as silent:
+        relay = Relay(server.port)
+        locator = Moving(relay.port)
+        times = {"lease": 4, "reconnect_grace": 2, "drop_timeout": 4, "last_call": 0.1, "close_linger": 0.1}
+        params = RendezvousParameters("etcd", "127.0.0.1", "moving", 1, 1, **times)
+        a = CoordinatorHandler(params, read(params), "here", lambda _: locator, [("127.0.0.1", 1)])
+        try:
+            form(a)
+            locator.port = silent.getsockname()[1]
+            relay.hang_up()
+            connection, _ = silent.accept()
+            began, locator.port = time.monotonic(), server.port
+            assert locator.found is not None
+            locator.found()
+            support.wait_until(lambda: is_connected(a), "it is back")
+            assert time.monotonic() - began < 2.0
+            assert keeps_its_place(a, for_s=1.0)
+            connection.close()
+        finally:
+            a.shutdown()
+            relay.close()

@@ -1,0 +1,106 @@
+"""A run without a coordinator: its handler may block in every call, and holds up nothing but its own thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast import loop
+from holdfast.failures.records import Failure
+from holdfast.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from holdfast.rendezvous.membership.model import End, Ended, Sealed, Stop
+from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.rendezvous.solo import SoloCoordination
+from holdfast.rendezvous.store import InProcessStore
+from tests import support
+
+
+class Handler:
+    """Is asked how many nodes wait, and answers when it may. It notes if it is called twice at once."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self.answers = threading.Semaphore(0)
+        self.waiting = 0
+        self.calls = 0
+        self._is_called = threading.Lock()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with self._alone():
+            return RendezvousInfo(InProcessStore(), 0, 1, RendezvousStoreInfo("host", 1))
+
+    def num_nodes_waiting(self) -> int:
+        with self._alone():
+            self.asked.release()
+            assert self.answers.acquire(timeout=support.DEADLINE_S)
+            return self.waiting
+
+    def _alone(self) -> Any:
+        assert not self._is_called.locked(), "it is called twice at once"
+        self.calls += 1
+        return self._is_called
+
+
+@pytest.fixture
+def handler() -> Handler:
+    return Handler()
+
+
+@pytest.fixture
+def run(handler: Handler) -> Iterator[SoloCoordination]:
+    """In its first round, while the handler is being asked."""
+    run = SoloCoordination(handler, 0.001)  # type: ignore[arg-type]  # as a plug-in would be
+    run.introduce("r", 1, RestartPolicy(3))
+    run.join()
+    [sealed] = pushed(run)
+    assert isinstance(sealed, Sealed)
+    assert handler.asked.acquire(timeout=support.DEADLINE_S)
+    yield run
+    run.close()
+    handler.answers.release(1000)
+    names = lambda: [each.name for each in threading.enumerate()]  # noqa: E731
+    support.wait_until(lambda: "holdfast-handler" not in names(), "a run that is over asks no more")
+
+
+def pushed(run: SoloCoordination) -> list[Any]:
+    support.wait_until(lambda: loop.is_readable(run.fileno()), "something is pushed")
+    return run.take()
+
+
+def test_a_handler_that_does_not_answer_holds_up_nothing(run: SoloCoordination) -> None:
+    assert run.take() == []
+    run.report_success(1, 60)
+    [ended] = pushed(run)
+    assert isinstance(ended, Ended)
+    assert ended.outcome.end is End.SUCCEEDED
+
+
+def test_the_round_is_stopped_if_nodes_wait(run: SoloCoordination, handler: Handler) -> None:
+    handler.waiting = 2
+    handler.answers.release()
+    assert pushed(run) == [Stop(1, "other nodes are waiting to join")]
+
+
+@pytest.mark.parametrize("end", ["success", "failure"])
+def test_an_answer_that_comes_too_late_stops_nothing(run: SoloCoordination, handler: Handler, end: str) -> None:
+    handler.waiting = 2
+    handler.answers.release()
+    support.wait_until(lambda: loop.is_readable(run.fileno()), "it is pushed")
+    if end == "success":
+        run.report_success(1, 60)
+    else:
+        run.report_failure(1, Failure("host"))
+    assert not [push for push in run.take() if isinstance(push, Stop)]
+
+
+def test_the_next_round_waits_for_the_last_answer(run: SoloCoordination, handler: Handler) -> None:
+    run.report_failure(1, Failure("host"))
+    run.join()
+    assert handler.calls == 2
+    handler.answers.release()
+    [sealed] = pushed(run)
+    assert sealed.place.round == 2
+    assert handler.asked.acquire(timeout=support.DEADLINE_S)

@@ -1,0 +1,65 @@
+"""`holdfast stop` without the name of a run."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import pytest
+
+from holdfast.cli import runs, stop
+
+
+class OneRun(runs.LocalRun):
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+        super().__init__([{"run_id": "job7", "pid": 5, "nodes": 1}])
+
+    def local_agents(self, timeout_s: float = 1.0) -> list[dict[str, Any]]:
+        return [{"run_id": "job7", "pid": 2**22 + 1, "nodes": 1, "workers": [{}, {}]}]
+
+    def stop(self, reason: str) -> tuple[str, int]:
+        self.stopped.append(reason)
+        return "host", 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+ASKED = "run job7, with 2 workers on this host (agent 4194305). End it? [y/N] "
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin", "code", "said"),
+    [
+        (
+            [],
+            io.StringIO("y\n"),
+            2,
+            "holdfast stop: error: name the run that is to end; the only one on this host is job7",
+        ),
+        ([], None, 2, "holdfast stop: error: name the run that is to end; the only one on this host is job7"),
+        ([], Terminal("y\n"), 0, ASKED),
+        ([], Terminal("\n"), 1, f"{ASKED}holdfast stop: error: run job7 goes on"),
+        ([], Terminal(""), 1, f"{ASKED}holdfast stop: error: run job7 goes on"),
+        (["job7"], io.StringIO(), 0, ""),
+    ],
+)
+def test_the_run_is_named_or_confirmed(
+    argv: list[str],
+    stdin: Any,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = OneRun()
+    monkeypatch.setattr(runs, "open_run", lambda args: run)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert stop.main(argv) == code
+    out = capsys.readouterr()
+    assert out.err.rstrip("\n") == said
+    assert (len(run.stopped), out.out) == ((1, "run job7 has ended\n") if code == 0 else (0, ""))
