@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.cli import command_line
 from holdfast.cli import run as cli
-from holdfast.cli.options import OPTIONS
+from holdfast.cli.arguments import command_line
+from holdfast.cli.arguments.options import OPTIONS
 from holdfast.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("restored_logger")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import command_line, detection
 from holdfast.cli import run as cli
+from holdfast.cli.arguments import command_line, detection
 from holdfast.errors import HostError, UserError
 from holdfast.hosts.ssh import copying
 from holdfast.hosts.ssh.run import HostsJob

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from holdfast import launcher
-from holdfast.cli import coordinator, options, program
+from holdfast.cli import coordinator
 from holdfast.cli import run as cli
+from holdfast.cli.arguments import options, program
+from holdfast.cli.arguments.options import OPTIONS
 from holdfast.cli.main import COMMANDS
-from holdfast.cli.options import OPTIONS
 from holdfast.errors import HostError, InternalError, UserError
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.process.output.logs import DefaultLogsSpecs, Std

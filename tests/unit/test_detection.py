@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import command_line, detection, run
+from holdfast.cli import run
+from holdfast.cli.arguments import command_line, detection
 from holdfast.errors import UserError
 from tests.unit.test_engine_environment import BLAUNCH, OPEN_MPI, PBS, SLURM, with_
 

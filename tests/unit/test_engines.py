@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import command_line, submit
+from holdfast.cli import submit
+from holdfast.cli.arguments import command_line
 from holdfast.hosts import engines
 from holdfast.hosts.job import JobSpec
 

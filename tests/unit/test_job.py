@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.cli import command_line
+from holdfast.cli.arguments import command_line
 from holdfast.hosts.job import JobSpec
 
 

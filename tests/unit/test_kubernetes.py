@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cli import command_line, submit
+from holdfast.cli import submit
+from holdfast.cli.arguments import command_line
 from holdfast.hosts import kubernetes
 from tests.pods import Tree, action_on, documents_of, expanded, job_of
 

@@ -19,9 +19,9 @@ import pytest
 
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec, WorkerState
-from holdfast.cli import program
 from holdfast.cli import run as cli
-from holdfast.cli.options import HOSTS, OPTIONS
+from holdfast.cli.arguments import program
+from holdfast.cli.arguments.options import HOSTS, OPTIONS
 from holdfast.hangs.policy import HangPolicy, Signal
 from holdfast.hosts.ssh import run as ssh
 from holdfast.hosts.ssh.host_list import Host

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import command_line, options, parser, submit
-from holdfast.cli.options import OPTIONS, Option
-from holdfast.cli.parser import RunParser, help_text
+from holdfast.cli import submit
+from holdfast.cli.arguments import command_line, options, parser
+from holdfast.cli.arguments.options import OPTIONS, Option
+from holdfast.cli.arguments.parser import RunParser, help_text
 
 ROOT = Path(__file__).parents[2]
 FLAGS = [option for option in OPTIONS if option.is_flag]

@@ -1,1 +1,1 @@
-"""The commands of holdfast, one module each. Nothing is imported before a command is chosen."""
+"""The commands of holdfast, one module each, imported when it is chosen; `arguments` reads their command lines."""

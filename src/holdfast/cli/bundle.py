@@ -21,7 +21,7 @@ from typing import Any
 from holdfast import escape, procfs
 from holdfast.cli import archive, console, doctor, runs, status
 from holdfast.cli.archive import Pieces
-from holdfast.cli.parser import PlainParser
+from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.runs import dict_of, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HostError, UserError
 from holdfast.failures.report import size_text

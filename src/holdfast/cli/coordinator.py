@@ -7,8 +7,8 @@ import signal
 import socket
 
 from holdfast.cli import console
-from holdfast.cli.options import check_brackets, duration_s
-from holdfast.cli.parser import PlainParser, argument
+from holdfast.cli.arguments.options import check_brackets, duration_s
+from holdfast.cli.arguments.parser import PlainParser, argument
 from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.coordinator import launch, process

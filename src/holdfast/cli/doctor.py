@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 from holdfast import escape
 from holdfast.cli import console, runs, status
+from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.checks import endpoint, findings, host
 from holdfast.cli.checks.findings import Finding, Level
-from holdfast.cli.parser import PlainParser
 from holdfast.errors import HoldfastError, UserError
 from holdfast.frozen import fields_of
 

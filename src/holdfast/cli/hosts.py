@@ -11,8 +11,8 @@ from typing import Any
 
 from holdfast import loop
 from holdfast.cli import run as local
+from holdfast.cli.arguments.options import HOSTS, OPTIONS
 from holdfast.cli.job import job_of
-from holdfast.cli.options import HOSTS, OPTIONS
 from holdfast.errors import UserError
 from holdfast.frozen import changed
 from holdfast.hosts.ssh import copying, host_list

@@ -10,7 +10,7 @@ import os
 from collections.abc import Container
 from typing import Any
 
-from holdfast.cli.program import check_combination
+from holdfast.cli.arguments.program import check_combination
 from holdfast.cli.run import check_values, fresh_id, parse_min_max_nnodes, rendezvous_settings
 from holdfast.errors import UserError
 from holdfast.hosts.job import JobSpec

@@ -19,7 +19,7 @@ from typing import Any
 
 from holdfast import loop
 from holdfast.cli import console, runs
-from holdfast.cli.parser import PlainParser
+from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
 from holdfast.errors import HostError, UserError
 from holdfast.failures.report import ranks_text

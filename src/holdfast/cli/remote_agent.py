@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from holdfast.cli import command_line, console, run
+from holdfast.cli import console, run
+from holdfast.cli.arguments import command_line
 from holdfast.hosts.ssh import remote_agent
 
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import escape, signals
-from holdfast.cli import command_line, console
-from holdfast.cli.options import HOSTS, OPTIONS, PROGRAM, check_brackets
-from holdfast.cli.program import (
+from holdfast.cli import console
+from holdfast.cli.arguments import command_line
+from holdfast.cli.arguments.options import HOSTS, OPTIONS, PROGRAM, check_brackets
+from holdfast.cli.arguments.program import (
     check_combination,
     check_program,
     entry,
@@ -60,7 +61,7 @@ T = TypeVar("T")
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    from holdfast.cli.parser import RunParser
+    from holdfast.cli.arguments.parser import RunParser
 
     return RunParser()
 
@@ -413,7 +414,7 @@ def _launch(args: argparse.Namespace) -> None:
     # An engine that shows one report for all nodes passes its signals on to all of them.
     signals.inbox().is_for_all_nodes |= REPORT_FILE_VARIABLE in os.environ
     if any(name in os.environ for name in ENGINE_VARIABLES):
-        from holdfast.cli import detection
+        from holdfast.cli.arguments import detection
 
         detection.complete(args)
     refusal = _why_it_cannot_start(args)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import loop
 from holdfast.agent import control
-from holdfast.cli.parser import PlainParser
+from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HostError, UserError
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class RemoteRun(RunView):
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
-    from holdfast.cli.options import check_brackets
+    from holdfast.cli.arguments.options import check_brackets
     from holdfast.rendezvous.settings import parse_rendezvous_config
 
     for place in args.rdzv_endpoint.split(","):

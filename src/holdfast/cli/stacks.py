@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast import escape, procfs, signals
 from holdfast.cli import console, runs
-from holdfast.cli.parser import PlainParser
+from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.runs import dicts_of, number_of, text_of
 from holdfast.errors import HostError, UserError
 from holdfast.hangs import compare, watch

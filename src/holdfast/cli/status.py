@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast import escape, signals
 from holdfast.cli import console, runs
-from holdfast.cli.parser import PlainParser
+from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.runs import RunView, dict_of, dicts_of, number_of, text_of
 from holdfast.errors import HostError
 from holdfast.frozen import fields_of

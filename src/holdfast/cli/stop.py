@@ -14,8 +14,8 @@ from typing import Any
 
 from holdfast import escape
 from holdfast.cli import console, runs
-from holdfast.cli.options import duration_s
-from holdfast.cli.parser import PlainParser, argument
+from holdfast.cli.arguments.options import duration_s
+from holdfast.cli.arguments.parser import PlainParser, argument
 from holdfast.errors import HostError, UserError
 
 PROGRAM = "holdfast stop"

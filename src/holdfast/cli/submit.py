@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast.cli import command_line, console
+from holdfast.cli import console
+from holdfast.cli.arguments import command_line
+from holdfast.cli.arguments.options import HOSTS, OPTIONS, Option
+from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.job import job_of
-from holdfast.cli.options import HOSTS, OPTIONS, Option
-from holdfast.cli.parser import PlainParser
 from holdfast.cli.run import explain
 from holdfast.errors import UserError
 from holdfast.hosts import engines

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Sequence
 
 from holdfast.cli import console
-from holdfast.cli.parser import PlainParser
+from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import UserError
 from holdfast.rendezvous.membership import keys
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from holdfast import escape, loop
 from holdfast.cli import console, runs, status
-from holdfast.cli.parser import PlainParser
+from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.runs import RunView, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import frozen

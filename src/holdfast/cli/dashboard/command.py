@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from holdfast import loop, signals
 from holdfast.cli import console, runs
-from holdfast.cli.options import duration_s, host_and_port
-from holdfast.cli.parser import PlainParser, argument
+from holdfast.cli.arguments.options import duration_s, host_and_port
+from holdfast.cli.arguments.parser import PlainParser, argument
 from holdfast.errors import HostError, UserError
 from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.coordinator import launch

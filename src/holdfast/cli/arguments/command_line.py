@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 from holdfast.cli import console
-from holdfast.cli.options import HELP, OPTIONS, PROGRAM, USAGE, Option
+from holdfast.cli.arguments.options import HELP, OPTIONS, PROGRAM, USAGE, Option
 
 # Options of other launchers that have no counterpart, and what to do instead.
 _FOREIGN = {
@@ -44,7 +44,7 @@ def read(tokens: Sequence[str]) -> SimpleNamespace:
     try:
         return parse(tokens)
     except HelpWanted:
-        from holdfast.cli.parser import help_text
+        from holdfast.cli.arguments.parser import help_text
 
         console.print_out(help_text(console.width()))
         raise SystemExit(0) from None

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import holdfast
 from holdfast.cli import console
-from holdfast.cli.command_line import Scanner, UsageError, complete, word
-from holdfast.cli.options import GROUPS, HELP, OPTIONS, OUTPUT, PROGRAM, USAGE
+from holdfast.cli.arguments.command_line import Scanner, UsageError, complete, word
+from holdfast.cli.arguments.options import GROUPS, HELP, OPTIONS, OUTPUT, PROGRAM, USAGE
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -1,0 +1,1 @@
+"""How the command line of `holdfast run` and of the other commands is read."""
