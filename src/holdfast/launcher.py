@@ -10,12 +10,12 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from holdfast import log
-from holdfast.agent import sinks
+from holdfast.agent import publisher, sinks
 from holdfast.agent.local import LocalElasticAgent
-from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, RunResult, WorkerSpec
+from holdfast.agent.model import RunResult, WorkerSpec
 from holdfast.errors import UserError, mark_as_from_run
 from holdfast.frozen import dataclass, field
 from holdfast.log import Logger
@@ -40,8 +40,6 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 logger = Logger(__name__)
 
-T = TypeVar("T")
-
 _SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _EXIT_BARRIER_TIMEOUT_VARIABLE = "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
 _DEFAULT_RDZV_TIMEOUT_S = DefaultTimeout(900)
@@ -56,10 +54,10 @@ class LaunchConfig:
     grace in seconds between the first signal to a worker and SIGKILL; `exit_barrier_timeout` is for how many seconds a
     node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
     `max_restarts` can, and replaces it. `hang_policy` (`holdfast.hangs.policy.HangPolicy`) says when workers count as
-    hung; without one, hangs are not detected. At `health_port` (if None, `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent
-    answers whether it is alive. `preload` names modules (a text with commas, or a sequence) that are imported once, in
-    a process from which the workers are then forked. `settings` are for fields of `GroupSpec` and `WorkerSpec` that
-    have no namesake here.
+    hung; without one, hangs are not detected. At `health_port` (a port or "HOST:PORT"; if None, it is
+    `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent answers whether it is alive. `preload` names modules (a text with commas
+    or a sequence) that are imported once, in a process from which the workers are then forked. The fields after it are
+    those of `GroupSpec` and `WorkerSpec`.
     """
 
     min_nodes: int
@@ -87,10 +85,16 @@ class LaunchConfig:
     shutdown_timeout: float | None = None
     restart_policy: RestartPolicy | None = None
     hang_policy: HangPolicy | None = None
-    health_port: int | None = None
+    health_port: int | str | None = None
     exit_barrier_timeout: float | None = None
     preload: str | Sequence[str] | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    preload_timeout_s: float = 300.0
+    prefix: str = "auto"
+    events_file: str = ""
+    on_first_node: Callable[[str], None] | None = None
+    clean_shm: bool = False
+    wait_for_gpu_memory_s: float | None = None
+    refusal: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.nproc_per_node, str):
@@ -108,10 +112,7 @@ class LaunchConfig:
         problem = restart_policy.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
         if problem:
             raise UserError(problem)
-        if self.health_port is not None or os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT):
-            from holdfast.telemetry import health
-
-            self.health_port = health.chosen_port(self.health_port)
+        publisher.health_address(self.health_port)  # Refused here if it is none.
 
 
 def _time_s(name: str, given: float | None, variable: str, default: int) -> float:
@@ -159,11 +160,12 @@ def launch_agent(
     """Run one agent to its end. See `elastic_launch`."""
     log.prefix_warnings()
     serving: Any = nullcontext()
-    if health_check_server is not None or config.health_port is not None:
+    health_address = publisher.health_address(config.health_port)
+    if health_check_server is not None or health_address is not None:
         from holdfast.telemetry import health
 
-        if health_check_server is None:
-            health_check_server = health.server_at(health.chosen_port(config.health_port))
+        if health_check_server is None and health_address is not None:
+            health_check_server = health.server_at(*health_address)
         serving = health.served(health_check_server)
     # From before the rendezvous is reached until after it is left, either of which may take its time.
     with serving:
@@ -190,7 +192,7 @@ def launch_agent(
 def _make_specs(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]
 ) -> tuple[WorkerSpec, GroupSpec]:
-    """What the agent runs, and how its processes are started. Fields are filled by their names."""
+    """What the agent runs, and how its processes are started."""
     run_id = config.run_id or str(int.from_bytes(os.urandom(16), "big"))
     logger.debug("run %s of %r with %s", run_id, entrypoint, config)
     meeting = (config.rdzv_backend, config.rdzv_endpoint, run_id, config.min_nodes, config.max_nodes, config.local_addr)
@@ -202,25 +204,50 @@ def _make_specs(
 
         events.check_destination(config.event_log_handler)
     os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
-    strange = config.settings.keys() - {*WorkerSpec.__match_args__, *GroupSpec.__match_args__}
-    if strange:
-        raise UserError(f"settings has what is no field of GroupSpec or WorkerSpec: {', '.join(sorted(strange))}")
-    if config.settings.get("wait_for_gpu_memory_s"):
+    if config.wait_for_gpu_memory_s:
         from holdfast.process.workers import device_memory
 
         device_memory.open_nvml()  # Refused here if it cannot work.
-    values = {
-        **vars(config),
-        **config.settings,
-        "entrypoint": entrypoint,
-        "args": tuple(args),
-        "preload": _modules_to_preload(config, entrypoint, args) if config.preload else (),
-        "local_world_size": int(config.nproc_per_node),
-        "rdzv_handler": registry.get_rendezvous_handler(parameters),
-        "master_addr": master_addr,
-        "master_port": master_port,
-    }
-    return _filled(WorkerSpec, values), _filled(GroupSpec, values)
+    preload = _modules_to_preload(config, entrypoint, args) if config.preload else ()
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=int(config.nproc_per_node),
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        entrypoint=entrypoint,
+        args=tuple(args),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_port=master_port,
+        master_addr=master_addr,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+        restart_policy=config.restart_policy,
+        hang_policy=config.hang_policy,
+        events_file=config.events_file,
+        on_first_node=config.on_first_node,
+    )
+    assert config.logs_specs is not None
+    group = GroupSpec(
+        role=config.role,
+        entrypoint=entrypoint or "",
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        prefix=config.prefix,
+        refusal=config.refusal,
+        preload=preload,
+        preload_timeout_s=config.preload_timeout_s,
+        clean_shm=config.clean_shm,
+        wait_for_gpu_memory_s=config.wait_for_gpu_memory_s,
+    )
+    return spec, group
 
 
 def _modules_to_preload(
@@ -237,11 +264,6 @@ def _modules_to_preload(
     if modules != names:
         logger.info("--preload %s: %s", ",".join(names), ", ".join(modules) or "the program imports no such module")
     return modules
-
-
-def _filled(record: type[T], values: dict[str, Any]) -> T:
-    names: tuple[str, ...] = record.__match_args__  # type: ignore[attr-defined]  # both are records
-    return record(**{name: values[name] for name in names if name in values})
 
 
 def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None, config: LaunchConfig) -> RunResult:

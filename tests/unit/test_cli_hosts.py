@@ -165,7 +165,7 @@ def test_a_secret_in_the_command_line_causes_a_warning(
         ("--hosts=a --host-timeout=0", "--host-timeout 0: give a second at least, and a day at most"),
         ("--hosts=a --host-timeout=100h", "--host-timeout 360000: give a second at least, and a day at most"),
         ("--hosts=a --rdzv-conf=x", "--rdzv-conf: "),
-        ("--hosts=a --max-restarts=-1", "--max-restarts -1 is negative"),
+        ("--hosts=a --event-log-handler=nowhere", "--event-log-handler: unknown event handler 'nowhere'"),
         ("--hosts=a --copy=script --module", "a module is not a file"),
     ],
 )

@@ -167,7 +167,7 @@ def test_an_ipv6_launcher_gets_brackets(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_arguments_that_a_program_has_made_itself_are_left_alone() -> None:
-    args: Any = command_line.read(["train.py"])
-    del args.given
+    args = command_line.read(["train.py"])
+    args.may_detect = False
     detection.complete(args)
     assert places(args) == UNTOUCHED

@@ -13,7 +13,7 @@ from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.endpoints import (
     HeldPort,
     bind_port,
-    parse_http_address,
+    parse_address,
     parse_rendezvous_endpoint,
 )
 
@@ -107,12 +107,31 @@ def test_endpoint(endpoint: str | None, expected: tuple[str, int] | str) -> None
         *((text, None) for text in ("::1", "::1:9400", "a/b:1", "a..b:1")),
     ],
 )  # fmt: skip
-def test_http_address(text: str, expected: tuple[str, int] | None) -> None:
+def test_address(text: str, expected: tuple[str, int] | None) -> None:
     if expected is not None:
-        assert parse_http_address(text) == expected
+        assert parse_address(text) == expected
         return
     with pytest.raises(UserError, match=re.escape(repr(text))):
-        parse_http_address(text)
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node1", ("node1", 7)),
+        ("10.0.0.1", ("10.0.0.1", 7)),
+        ("[::1]", ("::1", 7)),
+        ("9400", ("127.0.0.1", 9400)),
+        ("node1:9400", ("node1", 9400)),
+        *((text, None) for text in ("", "::1", "node1:", "node1:x", "[::1", "a b")),
+    ],
+)
+def test_an_address_whose_port_may_be_left_out(text: str, expected: tuple[str, int] | None) -> None:
+    if expected is not None:
+        assert parse_address(text, 7) == expected
+        return
+    with pytest.raises(UserError, match=re.escape(repr(text))):
+        parse_address(text, 7)
 
 
 def test_a_name_that_does_not_resolve() -> None:

@@ -184,7 +184,7 @@ def test_options_of_hosts_by_ssh(
         (("--on", "both", "--queu", "x", "x.py"), "unknown option --queu; did you mean --queue?"),
         (("--on", "both", "--colour", "green", "x.py"), "--colour: 'green' is no colour"),
         (("--on", "both", "--nnodes", "0", "x.py"), "--nnodes '0': at least one node is needed"),
-        (("--on", "both", "--max-restarts", "-1", "x.py"), "--max-restarts -1 is negative"),
+        (("--on", "both", "--max-restarts", "-1", "x.py"), "--max-restarts: '-1' is not a whole number from 0 on"),
     ],
 )
 def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tokens: tuple[str, ...], words: str) -> None:

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 
 from holdfast import loop
+from holdfast.agent import publisher
 from holdfast.errors import UserError
 from holdfast.loop import BusyTime
 from holdfast.telemetry import health
@@ -352,8 +353,32 @@ def test_until_there_is_an_agent_the_process_is_alive() -> None:
 @pytest.mark.parametrize("text", ["x", "-1", "65536", "tcp://10.0.0.1:80"])
 def test_a_port_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(health.PORT_VARIABLE, text)
-    with pytest.raises(UserError, match=f"TORCHELASTIC_HEALTH_CHECK_PORT={text} is not a port"):
-        health.chosen_port()
+    with pytest.raises(UserError, match=f"TORCHELASTIC_HEALTH_CHECK_PORT: '{text}'"):
+        publisher.health_address()
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a host it is the loopback address, so that only those who ask for it are reached from outside."""
+    monkeypatch.delenv(health.PORT_VARIABLE, raising=False)
+    assert publisher.health_address() is None
+    assert [publisher.health_address(given) for given in (0, ":80", "[::]:80")] == [
+        ("127.0.0.1", 0),
+        ("127.0.0.1", 80),
+        ("::", 80),
+    ]
+    monkeypatch.setenv(health.PORT_VARIABLE, "8080")
+    assert publisher.health_address() == ("127.0.0.1", 8080)
+    for host, reached in (("127.0.0.1", False), ("::", True)):
+        server = health.server_at(host, 0)
+        server.start()
+        try:
+            with suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", server.port)).close()
+                assert reached
+                continue
+            assert not reached
+        finally:
+            server.stop()
 
 
 class Broken:

@@ -142,7 +142,7 @@ def test_the_command_of_the_agent(render: Render) -> None:
     read = read_command(render(*FULL), index=3)
     assert (read.nnodes, read.nproc_per_node, read.max_restarts, read.node_rank) == ("2:4", "8", 3, 3)
     assert (read.rdzv_backend, read.rdzv_endpoint) == ("tcp", "train-0.train:29400")
-    assert (read.rdzv_id, read.local_addr, read.health_port) == ("train-uid-1", "10.0.0.7", 8080)
+    assert (read.rdzv_id, read.local_addr, read.health_port) == ("train-uid-1", "10.0.0.7", "[::]:8080")
     assert (read.require_token, read.training_script) == (True, "train.py")
     # The Job is over when so many pods have succeeded, so they succeed together, unless the user says otherwise.
     assert read.exit_barrier_timeout == 20 * 86400

@@ -166,7 +166,7 @@ EFFECTS = {
     "dashboard": Effect(None, lambda a: spec(a).on_first_node is not None, True),
     "dashboard_addr": Effect("[::1]:7", lambda a: beside(a)["addr"], "[::1]:7", "--dashboard"),
     "dashboard_linger": Effect("7m", lambda a: beside(a)["linger_s"], 420.0, "--dashboard"),
-    "http": Effect(":9400", lambda a: meeting(a).http, ":9400", TCP),
+    "http": Effect(":9400", lambda a: meeting(a).http, "127.0.0.1:9400", TCP),
     "health_port": Effect(str(HEALTH_PORT), lambda a: getattr(a._health_check_server, "port", None), HEALTH_PORT),
 }
 

@@ -21,6 +21,7 @@ from holdfast.agent.workers import Workers
 from holdfast.errors import HostError, UserError
 from holdfast.failures.records import HANG
 from holdfast.frozen import changed
+from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.coordination import Coordination
 from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
 from holdfast.telemetry import history
@@ -38,6 +39,18 @@ _QUERY_LIMIT_BYTES = 4096  # That of the wire (`protocol`).
 _REPORT_LIMIT_CHARS = 200_000
 _COORDINATOR_LIMIT_S = 3.0
 _NODE_LIMIT_S = 20.0  # Stacks take their time.
+
+
+def health_address(given: int | str | None = None) -> tuple[str, int] | None:
+    """Where the health check is served: at the given address, else at the one in the environment."""
+    text = os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT, "") if given is None else str(given)
+    try:
+        return endpoints.parse_address(text) if text or given is not None else None
+    except UserError as error:
+        name = TORCHELASTIC_HEALTH_CHECK_PORT if given is None else "health_port"
+        raise UserError(f"{name}: {error}") from None
+
+
 _KUBEFLOW_URLS = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_STATUS_URL")
 
 
@@ -212,11 +225,12 @@ class Publisher(Sink):
         return spans.traced({"run_id": told.run_id, "role": told.role, "host": told.host, "node_id": told.node_id})
 
     def _health_served(self, server: Any) -> AbstractContextManager[None]:
-        if server is None and not os.environ.get(TORCHELASTIC_HEALTH_CHECK_PORT):
+        address = health_address() if server is None else None
+        if server is None and address is None:
             return nullcontext()
         from holdfast.telemetry import health
 
-        server = server if server is not None else health.server_at(health.chosen_port())
+        server = server if address is None else health.server_at(*address)
         health.introduce(server, self._alive_time, lambda: self.status, lambda: self._describe({}))
         return health.served(server)
 

@@ -7,9 +7,9 @@ import signal
 import socket
 
 from holdfast.cli import console
-from holdfast.cli.arguments.options import check_brackets, duration_s
+from holdfast.cli.arguments.options import address, duration_s
 from holdfast.cli.arguments.parser import PlainParser, argument
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.coordinator import launch, process
 from holdfast.rendezvous.coordinator.launch import Orders
@@ -32,7 +32,8 @@ example:
 
 def get_parser() -> PlainParser:
     parser = PlainParser(PROGRAM, "Serve the membership of a run.", _EPILOG)
-    parser.add_argument("--listen", metavar="HOST:PORT", help="where to listen; exactly there, not on all interfaces")
+    parser.add_argument("--listen", type=argument(_listen_address), metavar="[HOST:]PORT", help="where to listen; "
+                        "without a host at 127.0.0.1, which no other host can reach")  # fmt: skip
     parser.add_argument("--rdzv-id", default="", metavar="ID", help="serve this run only (default: runs one after "
                         "another; the first node that joins decides which)")  # fmt: skip
     parser.add_argument("--token-file", default="", metavar="FILE", help="agents must know the token in this file "
@@ -41,9 +42,9 @@ def get_parser() -> PlainParser:
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="speak TLS with this certificate")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key, if it is not in it")
     parser.add_argument("--tls-ca", default="", metavar="FILE", help="agents must show a certificate of this authority")
-    parser.add_argument("--http", type=argument(endpoints.parse_http_address), metavar="HOST:PORT", help="answer HTTP "
-                        "requests there: /metrics for Prometheus; a port alone is on 127.0.0.1, 0 is any "
-                        "free one")  # fmt: skip
+    parser.add_argument("--http", type=argument(address), metavar="[HOST:]PORT", help="answer HTTP "
+                        "requests there: /metrics for Prometheus; without a host at 127.0.0.1, port 0 is any free "
+                        "one")  # fmt: skip
     parser.add_argument("--idle-timeout", type=argument(duration_s), metavar="TIME", help="exit when no node has been "
                         "connected for this long, or the last run is over (default: serve until stopped)")  # fmt: skip
     return parser
@@ -52,12 +53,14 @@ def get_parser() -> PlainParser:
 def main(argv: list[str]) -> int:
     parser = get_parser()
     args = parser.parse_args(argv)
+    if args.listen is None:
+        parser.error("--listen [HOST:]PORT is required")
     if args.idle_timeout == 0:
         parser.error("--idle-timeout 0 is not a time above 0")
     try:
         tls = settings.TlsFiles(args.tls_cert, args.tls_key, args.tls_ca)
-        http = endpoints.endpoint_text(*args.http) if args.http is not None else ""
-        orders = Orders(_bind(args.listen).detach(), args.rdzv_id, args.token_file, args.require_token, tls, http)
+        sock = _bind(*args.listen)
+        orders = Orders(sock.detach(), args.rdzv_id, args.token_file, args.require_token, tls, args.http or "")
         asyncio.run(process.serve_by_hand(orders, args.idle_timeout))
         return 0
     except HoldfastError as error:
@@ -70,12 +73,13 @@ def main(argv: list[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def _bind(endpoint: str | None) -> socket.socket:
-    if not endpoint:
-        raise UserError("--listen HOST:PORT is required")
-    check_brackets("--listen", endpoint, 29400)
-    host, port = endpoints.parse_rendezvous_endpoint(endpoint, 29400)
+def _listen_address(text: str) -> tuple[str, int]:
+    return endpoints.parse_address(text, 29400)
+
+
+def _bind(host: str, port: int) -> socket.socket:
     try:
         return launch.bind(host, port)
     except socket.gaierror as error:
-        raise UserError(f"cannot listen at {endpoint}: the name does not resolve ({error.strerror})") from None
+        raise HostError(f"cannot listen at {endpoints.endpoint_text(host, port)}: "
+                        f"{endpoints.unresolved(host, error)}") from None  # fmt: skip

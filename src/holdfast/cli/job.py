@@ -36,7 +36,7 @@ def job_of(args: Any, without: Container[str], python: str, **fields: Any) -> Jo
         nproc_per_node=args.nproc_per_node if "nproc_per_node" in args.given else "",
         directory=_directory(),
         python=python,
-        health_port=args.health_port,
+        health_port=None if args.health_port is None else int(args.health_port.rpartition(":")[2]),
         **fields,
     )
 

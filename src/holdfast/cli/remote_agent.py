@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from holdfast.cli import console, run
+from holdfast.cli import console, exit_status, run
 from holdfast.cli.arguments import command_line
 from holdfast.hosts.ssh import remote_agent
 
@@ -22,7 +22,7 @@ class _Run:
         run.run(self.args)
 
     def explain(self, error: BaseException) -> int:
-        return run.explain(error)
+        return exit_status.explain(error)
 
     def place(self) -> tuple[str, str, dict[str, Any]]:
         return self.args.rdzv_endpoint, self.args.rdzv_id, run.rendezvous_settings(self.args)

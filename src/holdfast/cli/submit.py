@@ -14,8 +14,8 @@ from holdfast.cli import console
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.options import HOSTS, OPTIONS, Option
 from holdfast.cli.arguments.parser import PlainParser
+from holdfast.cli.exit_status import explain
 from holdfast.cli.job import job_of
-from holdfast.cli.run import explain
 from holdfast.errors import UserError
 from holdfast.hosts import engines
 from holdfast.hosts.engines import Engine, EngineOption

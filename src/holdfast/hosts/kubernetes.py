@@ -318,8 +318,7 @@ def _command(name: str, job: JobSpec, settings: Mapping[str, Any], health_port: 
     if "--exit-barrier-timeout" not in given:
         # The Job counts pods that have succeeded (`successPolicy`), and the coordinator is in one of them.
         ours += [LONG_EXIT_BARRIER]
-    if job.health_port is None:
-        ours += [f"--health-port={health_port}"]
+    ours += [f"--health-port=[::]:{health_port}"]  # The kubelet's probes come from outside.
     if settings["secret"] and "--require-token" not in given:
         ours += ["--require-token"]
     return changed(

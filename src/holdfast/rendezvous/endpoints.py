@@ -49,9 +49,12 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     return host, port
 
 
-def parse_http_address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`, `:PORT` or `PORT`; without a host it is the loopback address."""
-    host_text, _, port_text = text.strip().rpartition(":")
+def parse_address(text: str, default_port: int | None = None) -> tuple[str, int]:
+    """Where to listen: `HOST:PORT`, `:PORT` or `PORT`; without a host, at the loopback address. With a `default_port`,
+    a host alone will do."""
+    host_text, colon, port_text = text.strip().rpartition(":")
+    if default_port is not None and port_text and (_is_bracketed(text.strip()) or not (colon or port_text.isdecimal())):
+        host_text, port_text = text.strip(), str(default_port)
     if ":" in host_text and not _is_bracketed(host_text):
         raise UserError(f"{text!r}: write an IPv6 address in brackets, as in [::1]:9400")
     if (port := try_parse_port(port_text)) is None:

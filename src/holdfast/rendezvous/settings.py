@@ -80,7 +80,7 @@ NUMBER = Kind("a whole number", lambda value: _number(value, int, -1e9))
 COUNT = Kind("a whole number above 0", lambda value: _number(value, int, 1))
 PORT = Kind("a port from 0 to 65535", _port)
 PORT_OR_OFF = Kind("a port from 1 to 65535, or off", lambda value: value if value == "off" else _port(value, 1))
-ADDRESS = Kind("HOST:PORT or PORT", lambda value: _text(value, endpoints.parse_http_address))
+ADDRESS = Kind("HOST:PORT or PORT", lambda value: _text(value, endpoints.parse_address))
 PREFIX = Kind("a prefix of keys, such as /holdfast", lambda value: _text(value, lambda text: text.strip("/")))
 FLAG, TEXT, FILE = Kind("true or false", api.truth_of), Kind("text", str), Kind("a file", str)
 

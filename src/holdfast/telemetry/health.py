@@ -7,19 +7,18 @@
 Alive means that the alive callback's time (seconds since the epoch) is less than `timeout` seconds ago. For an agent
 it is the time at which its loop was last known to turn, which is now in every phase in which the loop waits.
 
-The server (`http`) listens on all interfaces, because probes (the kubelet's, say) come from outside.
+The server (`http`) that a program makes listens on all interfaces. That of an agent listens where the user says:
+probes (the kubelet's, say) come from outside, and need an address such as `[::]:8080`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from holdfast.errors import UserError
 from holdfast.log import DEBUG, INFO, Logger
 from holdfast.telemetry.http import HttpServer, KeptPage, Page
 from holdfast.telemetry.status import AgentStatus
@@ -49,7 +48,10 @@ class HealthCheckServer(HttpServer):
     the same for JSON, with all that is not in the record.
 
     Port 0 is any free port; `port` says which, while the server is started. It may be started again after a stop.
+    `host` is the address to listen at; `::` stands for every interface, IPv4 and, if the host has it, IPv6.
     """
+
+    host = "::"
 
     def __init__(self, alive_callback: Callable[[], float], port: int, timeout: float) -> None:
         super().__init__("health check", f"port {port}", self._open)
@@ -61,7 +63,10 @@ class HealthCheckServer(HttpServer):
         self._metrics = KeptPage(self._make_metrics)
 
     def _open(self) -> socket.socket:
-        """Every interface, IPv4 and, where there is such a thing, IPv6. Not inherited by what is executed."""
+        """Not inherited by what is executed."""
+        if self.host != "::":
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            return socket.create_server((self.host, self._wanted_port), family=family)
         has_both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both else socket.AF_INET
         return socket.create_server(("", self._wanted_port), family=family, dualstack_ipv6=has_both)
@@ -115,18 +120,10 @@ def create_healthcheck_server(alive_callback: Callable[[], float], port: int, ti
 # to its end, or of `agent.run` if that was called directly.
 
 
-def chosen_port(given: int | None = None) -> int:
-    """The port that was given, else the one in the environment."""
-    text = str(given) if given is not None else os.environ[PORT_VARIABLE].strip()
-    if not text.isdecimal() or int(text) > 65535:
-        what = f"health_port {text}" if given is not None else f"{PORT_VARIABLE}={text}"
-        raise UserError(f"{what} is not a port (0 to 65535; 0 is any free one)")
-    return int(text)
-
-
-def server_at(port: int) -> HealthCheckServer:
+def server_at(host: str, port: int) -> HealthCheckServer:
     """A server for the agent that will be introduced to it."""
     server = create_healthcheck_server(AgentAlive(), port, TIMEOUT_S)
+    server.host = host
     introduce(server, time.time, AgentStatus, dict)
     return server
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 from holdfast.cli import console
-from holdfast.cli.arguments.options import HELP, OPTIONS, PROGRAM, USAGE, Option
+from holdfast.cli.arguments.options import HELP, HELP_ALL, OPTIONS, PROGRAM, USAGE, Option, RunArguments
 
 # Options of other launchers that have no counterpart, and what to do instead.
 _FOREIGN = {
@@ -35,18 +34,21 @@ class UsageError(Exception):
 
 
 class HelpWanted(Exception):  # noqa: N818  (no error: the user asked)
-    """`--help` was given."""
+    """`--help` or `--help-all` was given."""
+
+    def __init__(self, is_all: bool = False) -> None:
+        self.is_all = is_all
 
 
-def read(tokens: Sequence[str]) -> SimpleNamespace:
-    """The values of all options, by their names, with the script and its arguments. For wrong usage and for `--help`
-    it prints what there is to say and raises SystemExit."""
+def read(tokens: Sequence[str]) -> RunArguments:
+    """The values of all options, with the script and its arguments. For wrong usage and for `--help`, print the lines
+    about it and raise SystemExit."""
     try:
         return parse(tokens)
-    except HelpWanted:
+    except HelpWanted as wanted:
         from holdfast.cli.arguments.parser import help_text
 
-        console.print_out(help_text(console.width()))
+        console.print_out(help_text(console.width(), wanted.is_all))
         raise SystemExit(0) from None
     except UsageError as problem:
         raise SystemExit(refuse(PROGRAM, USAGE, problem)) from None
@@ -59,20 +61,19 @@ def refuse(program: str, usage: str, problem: UsageError) -> int:
     return 2
 
 
-def parse(tokens: Sequence[str], more: Sequence[Option] = ()) -> SimpleNamespace:
-    """The same, but raises UsageError and HelpWanted. `more` are options of another command that takes those of `run`,
-    too."""
-    known = (*OPTIONS, *more)
-    flags = {flag: option for option in (*known, HELP) for flag in option.flags}
-    values: dict[str, Any] = {}
+def parse(tokens: Sequence[str], more: Sequence[Option] = ()) -> RunArguments:
+    """As `read`, but raises UsageError and HelpWanted. `more` are options of another command that also takes those of
+    `run`; their values are attributes, too."""
+    flags = {flag: option for option in (*OPTIONS, *more, HELP, HELP_ALL) for flag in option.flags}
+    values: dict[str, Any] = {option.dest: option.default_value for option in more}
     typed, left = Scanner(flags, lambda option: option.is_flag).scan(tokens)
     for option, text in typed:
-        if option is HELP:
-            raise HelpWanted
+        if option in (HELP, HELP_ALL):
+            raise HelpWanted(is_all=option is HELP_ALL)
         values[option.dest] = True if text is None else _value_of(option, text)
-    namespace = SimpleNamespace(**{**{option.dest: option.default_value for option in known}, **values})
-    complete(namespace, {option.dest: word(option.flags, text) for option, text in typed}, left)
-    return namespace
+    args = RunArguments(**values)
+    complete(args, {option.dest: word(option.flags, text) for option, text in typed}, left)
+    return args
 
 
 def word(flags: Sequence[str], text: str | None) -> str:
@@ -87,11 +88,11 @@ def _value_of(option: Option, text: str) -> Any:
         raise UsageError(f"{'/'.join(option.flags)}: {error}") from None
 
 
-def complete(namespace: Any, typed: Mapping[str, str], left: list[str]) -> None:
-    """Add what the command line has left open, and the script. `typed` are the words of the options that were typed, by
-    name; `given` are those and the ones of the environment. A flag that a variable switches off is not among them."""
-    namespace.from_environment = []
-    namespace.given = {**typed}
+def complete(args: Any, typed: Mapping[str, str], left: list[str]) -> None:
+    """Add the values of the environment, and the script. `typed` are the words of the options that were typed, by name;
+    `given` gets these and the ones of the environment. A flag that a variable switches off is not among them."""
+    from_environment: list[Option] = []
+    args.given, args.may_detect = {**typed}, True
     for option in OPTIONS:
         text = os.environ.get(option.variable or "", "")
         if not text or option.dest in typed:
@@ -100,17 +101,18 @@ def complete(namespace: Any, typed: Mapping[str, str], left: list[str]) -> None:
             value = option.read(text)
         except ValueError as error:
             raise UsageError(f"environment variable {option.variable}: {error}") from None
-        setattr(namespace, option.dest, value)
-        namespace.from_environment.append(option)
+        setattr(args, option.dest, value)
+        from_environment.append(option)
         if value is not False:
-            namespace.given[option.dest] = word(option.flags, None if option.is_flag else text)
-    if namespace.quiet and namespace.verbose:
+            args.given[option.dest] = word(option.flags, None if option.is_flag else text)
+    args.from_environment = tuple(from_environment)
+    if args.quiet and args.verbose:
         raise UsageError("--quiet and --verbose exclude each other")
     if left[:1] == ["--"]:
         del left[0]
     if not left:
         raise UsageError("a script to run is required")
-    namespace.training_script, *namespace.training_script_args = left
+    args.training_script, *args.training_script_args = left
 
 
 def _looks_like_option(token: str) -> bool:
@@ -187,7 +189,7 @@ class Scanner(Generic[T]):
     def _resolve(self, name: str) -> T:
         full, known = name.replace("_", "-"), self._long_names
         own: list[Option] = [option for option in self._flags.values() if isinstance(option, Option)]
-        in_full = {flag for option in (*OPTIONS, *own) if option.in_full for flag in option.flags}
+        in_full = {flag for option in (*OPTIONS, HELP_ALL, *own) if option.in_full for flag in option.flags}
         matches = [full] if full in known else sorted(each for each in known.keys() - in_full if each.startswith(full))
         if not matches:
             raise UsageError(f"unknown option {name}{self._suggestion(full)}")

@@ -16,7 +16,7 @@ from holdfast.hosts.environment import Contradiction, Found, LeftAlone
 from holdfast.log import Logger
 
 if TYPE_CHECKING:
-    import argparse
+    from holdfast.cli.arguments.options import RunArguments
 
 log = Logger(__name__)
 
@@ -24,12 +24,12 @@ _PLACES = {"no_detect", "standalone", "rdzv_backend", "rdzv_endpoint", "node_ran
 _MAX_NODE_FILE_CHARS = 1 << 24
 
 
-def complete(args: argparse.Namespace) -> None:
+def complete(args: RunArguments) -> None:
     """Add what the engine says. Programs that have made the arguments themselves mean what they say."""
     from holdfast.cli.run import parse_min_max_nnodes
 
-    given = getattr(args, "given", None)
-    if given is None or _PLACES & given.keys():
+    given = args.given
+    if not args.may_detect or _PLACES & given.keys():
         return
     asked = parse_min_max_nnodes(args.nnodes) if "nnodes" in given else None
     match environment.found(os.environ, _node_file()):
@@ -44,7 +44,7 @@ def complete(args: argparse.Namespace) -> None:
             _take(args, given, it, least, min(most, it.nodes))
 
 
-def _take(args: argparse.Namespace, given: Mapping[str, str], it: Found, least: int, most: int) -> None:
+def _take(args: RunArguments, given: Mapping[str, str], it: Found, least: int, most: int) -> None:
     """The run has `least` to `most` of the engine's nodes; there are no others that could come."""
     from holdfast.rendezvous.endpoints import endpoint_text
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import holdfast
 from holdfast.cli import console
 from holdfast.cli.arguments.command_line import Scanner, UsageError, complete, word
-from holdfast.cli.arguments.options import GROUPS, HELP, OPTIONS, OUTPUT, PROGRAM, USAGE
+from holdfast.cli.arguments.options import GROUPS, HELP, HELP_ALL, OPTIONS, PROGRAM, USAGE
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -43,11 +43,18 @@ class PlainParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *others: Any) -> NoReturn:
+        console.print_out(help_text(console.width(), is_all=True))
+        parser.exit()
+
+
 class RunParser(PlainParser):
     """Reads `OPTIONS` and what callers have added, a script and the script's arguments."""
 
     def __init__(self) -> None:
         super().__init__(PROGRAM, usage=USAGE)
+        self.add_argument(*HELP_ALL.flags, action=_HelpAll, nargs=0, dest=argparse.SUPPRESS)
         for option in OPTIONS:
             if option.is_flag:
                 self.add_argument(*option.flags, action="store_true", dest=option.dest)
@@ -121,8 +128,8 @@ EXAMPLES = (
 )
 
 
-def help_text(width: int) -> str:
-    """What `--help` prints, at most `width` columns wide."""
+def help_text(width: int, is_all: bool = False) -> str:
+    """The text of `--help` or `--help-all`, at most `width` columns wide."""
     from textwrap import fill, indent
 
     def wrap(text: str, column: int = 0) -> str:
@@ -135,13 +142,12 @@ def help_text(width: int) -> str:
         return head + body[len(head) :] if len(head) + 2 <= column else f"{head}\n{body}"
 
     parts = [f"usage: {USAGE}", *map(wrap, INTRODUCTION)]
+    shown = [option for option in OPTIONS if is_all or option.is_common]
     for group in GROUPS:
         lines = [f"{group}:"]
-        for option in [each for each in OPTIONS if each.group == group]:
+        for option in [each for each in (*shown, HELP, HELP_ALL) if each.group == group]:
             note = f" (default: {option.default_text})" if option.default_text else ""
             lines.append(entry(option.invocation, option.help + note))
-        if group == OUTPUT:
-            lines.append(entry(HELP.invocation, HELP.help))
         parts.append("\n".join(lines))
     parts.append("\n".join(["Exit status:", *(entry(code, text, 10) for code, text in EXIT_CODES)]))
     parts.append(f"Documents:\n  {documents_line()}")

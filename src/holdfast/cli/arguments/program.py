@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import argparse
     from types import TracebackType
 
+    from holdfast.cli.arguments.options import RunArguments
+
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:
     """Run a script inside this process, as `python script args` would."""
@@ -43,12 +45,12 @@ def _part_of_script(traceback: TracebackType | None) -> TracebackType | None:
 run_script_path.runs_script = True  # type: ignore[attr-defined]  # a note on the function, for `command.program_name`
 
 
-def get_use_env(args: argparse.Namespace) -> bool:
+def get_use_env(args: RunArguments | argparse.Namespace) -> bool:
     """Whether workers learn their local rank from the environment alone, not from an argument as well."""
     return bool(getattr(args, "use_env", True))
 
 
-def check_combination(args: argparse.Namespace) -> None:
+def check_combination(args: RunArguments) -> None:
     ways = {"--module": args.module, "--no-python": args.no_python, "--run-path": args.run_path}
     chosen = [name for name, is_given in ways.items() if is_given]
     if len(chosen) > 1:
@@ -64,7 +66,7 @@ def check_combination(args: argparse.Namespace) -> None:
                 raise HostError(f"--dashboard: the package {name} is missing: pip install 'holdfast[dashboard]'")
 
 
-def entry(args: argparse.Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
+def entry(args: RunArguments) -> tuple[Callable[..., Any] | str, list[str]]:
     """The function or program that every worker runs, and its arguments."""
     own = [] if get_use_env(args) else ["--local-rank=${local_rank}"]
     own += args.training_script_args
@@ -83,13 +85,13 @@ _OF_LAUNCHERS = {
 }  # fmt: skip
 
 
-def misplaced_options(args: argparse.Namespace) -> list[str]:
+def misplaced_options(args: RunArguments) -> list[str]:
     """Options of launchers among the arguments of the script, where they have no effect on the launch."""
     flags = [token.partition("=")[0] for token in args.training_script_args if token.startswith("--")]
     return [flag for flag in flags if flag[2:].replace("_", "-") in _OF_LAUNCHERS]
 
 
-def check_program(args: argparse.Namespace, local_world_size: int) -> None:
+def check_program(args: RunArguments, local_world_size: int) -> None:
     """Whether there is something to run, found out before anything starts. Modules are left to Python."""
     check_combination(args)
     if args.no_python:
@@ -159,12 +161,3 @@ def make_directory_of(events_file: str, log_dir: str | None) -> None:
     if log_dir and log_dir != os.devnull and f"{directory}/".startswith(f"{os.path.abspath(log_dir)}/"):
         with suppress(OSError):  # Then it is not there, which is the error.
             os.makedirs(directory, exist_ok=True)
-
-
-def parse_ranks(text: str) -> set[int] | None:
-    if not text.strip():
-        return None
-    names = [name.strip() for name in text.split(",")]
-    if not all(name.isdecimal() and len(name) < 10 for name in names):
-        raise UserError(f"--local-ranks-filter {text!r} is not a list of ranks such as 0,1")
-    return {int(name) for name in names}

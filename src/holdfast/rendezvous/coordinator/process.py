@@ -123,7 +123,7 @@ async def _serve(orders: Orders, coordinator: Coordinator, when_ready: Callable[
 
         def ready() -> None:
             if orders.http:
-                monitor = monitoring.MonitoringServer(endpoints.parse_http_address(orders.http), coordinator)
+                monitor = monitoring.MonitoringServer(endpoints.parse_address(orders.http), coordinator)
                 ended.callback(monitor.stop)
                 monitor.start()
             when_ready()

@@ -1,0 +1,80 @@
+"""How a launch ended: its last lines on stderr, and its exit code (`EXIT_CODES` in arguments/parser.py)."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from holdfast import escape, signals
+from holdfast.cli import console
+from holdfast.cli.arguments.options import PROGRAM
+from holdfast.errors import RUN_CLOSED, HoldfastError, HostError, InternalError, UserError, is_from_run
+from holdfast.failures import report
+from holdfast.log import Logger
+from holdfast.process import errors
+from holdfast.process.spawner.client import REPORT_FILE_VARIABLE
+from holdfast.rendezvous.api import RendezvousError, is_kind
+
+log = Logger(__name__)
+
+_REMEDIES = {
+    errno.EMFILE: " (see ulimit -Hn)",
+    errno.EAGAIN: " (see ulimit -u, and the limit of processes of the container)",
+}
+
+
+def explain(error: BaseException, program: str = PROGRAM) -> int:
+    """Say why the run ended, and return the exit code that tells the same."""
+    if (failed := getattr(error, "run_report", None)) is not None:
+        _write_report(report.run_text(failed) + "\n", os.environ.get(REPORT_FILE_VARIABLE))
+        return int(failed.exit_code)
+    if (words := getattr(error, "last_words", None)) is not None:  # Of the hosts that `--hosts` names.
+        console.write(words)
+        return int(error.exit_code)  # type: ignore[attr-defined]  # it comes with the words
+    if isinstance(error, errors.ChildFailedError):
+        console.write(error.format_msg().rstrip("\n") + "\n")
+        return 1
+    if isinstance(error, signals.SignalException | KeyboardInterrupt):
+        why = f"the run was closed: {escape.one_line(str(error))}" if isinstance(error, signals.RunClosed) else ""
+        number, ranks = getattr(error, "sigval", 2), getattr(error, "killed_ranks", ())
+        killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
+        console.write(f"{escape.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n")
+        return RUN_CLOSED if why else 128 + number
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        # The interpreter has no class of its own for it.
+        error = HostError(f"cannot start a thread{_REMEDIES[errno.EAGAIN]}").with_traceback(error.__traceback__)
+    # A value that was refused while the launch was being prepared, with a text that says so.
+    is_refused = isinstance(error, ValueError | AssertionError) and bool(str(error)) and not is_from_run(error)
+    is_usage = isinstance(error, UserError) or is_refused
+    # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
+    is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
+    if is_usage or is_named or is_kind(error, RendezvousError):
+        log.debug("where this comes from:", exc_info=error)
+        console.write_error(program, _words_of(error))
+        return 2 if is_usage else 1
+    import traceback
+
+    console.write("".join(traceback.format_exception(error)))
+    console.write(f"{escape.PREFIX} internal error; please report it with the lines above\n")
+    return 1
+
+
+def _write_report(text: str, path: str | None) -> None:
+    try:
+        if path:
+            with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(escape.lines(text))
+            return
+    except OSError:
+        pass  # The engine that asked for it is gone.
+    console.write(text)
+
+
+def _words_of(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        # Of the words of the system these are the ones that a user can do something about.
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
+        return f"cannot start{about}: {error.strerror}{remedy}"
+    notes = ", ".join(getattr(error, "__notes__", ()))
+    return (str(error) or type(error).__name__) + (f" ({notes})" if notes else "")
