@@ -315,10 +315,14 @@ def test_all_after_the_script_is_its_own(tokens: list[str], script: str, rest: l
     assert parsed.nnodes == "1:1"
 
 
-def test_an_option_that_a_caller_adds() -> None:
+def test_options_and_defaults_that_a_caller_adds() -> None:
     parser = RunParser()
     parser.add_argument("--use_env", action="store_true")
-    assert parser.parse_args(["--use-env", "x.py", "--use_env"]).use_env is True
+    parser.add_argument("--level", type=int, default=1)
+    parser.set_defaults(role="worker", nnodes="3")
+    parsed = parser.parse_args(["--use-env", "--nnodes=2", "x.py", "--use_env"])
+    assert (parsed.use_env, parsed.level, parsed.role, parsed.nnodes) == (True, 1, "worker", "2")
+    assert parser.parse_args(["--level", "7", "x.py"]).level == 7
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -212,12 +212,10 @@ def rendezvous_settings(args: RunArguments) -> dict[str, Any]:
         "tls_ca": args.tls_ca,
         "http": args.http,
     }
-    for name, value in options.items():
-        if value is not None and name in settings:
-            raise UserError(f"--{name.replace('_', '-')} and {name} in --rdzv-conf say the same thing twice")
-        if value is not None:
-            settings[name] = value
-    return settings
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given.keys() & settings.keys():
+        raise UserError(f"--{name.replace('_', '-')} and {name} in --rdzv-conf say the same thing twice")
+    return settings | given
 
 
 def fresh_id() -> str:
@@ -279,32 +277,34 @@ def _unused(args: RunArguments, config: LaunchConfig, streams: dict[str, Any]) -
             close = get_close_matches(name, known, n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}?" if close else "no option has that variable"
             yield f"environment variable {name} ({hint})"
-    is_static, standalone = args.rdzv_backend == "static", config.rdzv_backend != args.rdzv_backend
-    uses_master = is_static and not standalone and not args.rdzv_endpoint
-    makes_no_files = args.log_dir == os.devnull
-    cases = (
-        (args.start_method != "spawn" and not args.run_path, f"--start-method {args.start_method}"),
-        (args.restart_window and args.max_restarts == 0, f"--restart-window {args.restart_window or 0:g}"),
-        (not args.dashboard and args.dashboard_addr is not None, f"--dashboard-addr {args.dashboard_addr}"),
-        (not args.dashboard and args.dashboard_linger is not None, f"--dashboard-linger {args.dashboard_linger or 0}"),
-        (standalone and not is_static, f"--rdzv-backend {args.rdzv_backend}"),
-        (standalone and args.rdzv_endpoint, f"--rdzv-endpoint {args.rdzv_endpoint}"),
-        (not uses_master and args.master_addr != "127.0.0.1", f"--master-addr {args.master_addr}"),
-        (not uses_master and args.master_port is not None, f"--master-port {args.master_port}"),
-        (is_static and not standalone and config.min_nodes < config.max_nodes, f"the smaller number in --nnodes "
-         f"{args.nnodes} (static nodes are always {config.max_nodes}; tcp takes a range)"),
-        (makes_no_files and args.redirects != "0", f"--redirects {args.redirects}"),
-        (makes_no_files and args.tee != "0", f"--tee {args.tee}"),
-    )  # fmt: skip
-    yield from (text for is_unused, text in cases if is_unused)
-    for each in [each for each in OPTIONS if each.group == HOSTS]:
-        if getattr(args, each.dest) != each.default_value:
-            yield f"{each.flags[-1]} (it is for --hosts)"
+    is_static, is_standalone = args.rdzv_backend == "static", config.rdzv_backend != args.rdzv_backend
+    uses_master = is_static and not is_standalone and not args.rdzv_endpoint
+    is_used = {
+        "start_method": args.run_path,
+        "restart_window": args.max_restarts > 0,
+        "dashboard_addr": args.dashboard,
+        "dashboard_linger": args.dashboard,
+        "rdzv_backend": not is_standalone,
+        "rdzv_endpoint": not is_standalone,
+        "master_addr": uses_master,
+        "master_port": uses_master,
+        "redirects": args.log_dir != os.devnull,
+        "tee": args.log_dir != os.devnull,
+    }
+    for option in OPTIONS:
+        if option.dest in args.given and getattr(args, option.dest) != option.default_value:
+            if not is_used.get(option.dest, True):
+                yield args.given[option.dest].replace("=", " ", 1)
+            if option.group == HOSTS:
+                yield f"{option.flags[-1]} (it is for --hosts)"
+    if is_static and not is_standalone and config.min_nodes < config.max_nodes:
+        fixed = f"static nodes are always {config.max_nodes}; tcp takes a range"
+        yield f"the smaller number in --nnodes {args.nnodes} ({fixed})"
     workers = int(config.nproc_per_node)
-    for option, ranks in streams.items():
+    for name, ranks in streams.items():
         for rank in sorted(ranks) if isinstance(ranks, dict | set) else ():
             if rank >= workers:
-                yield f"rank {rank} in {option} (the local ranks here are 0 to {workers - 1})"
+                yield f"rank {rank} in {name} (the local ranks here are 0 to {workers - 1})"
 
 
 # --- the whole ----------------------------------------------------------------------------------------------

@@ -6,14 +6,14 @@ long as it means one option (options that say `in_full` do not count), and dashe
 the command line leaves open comes from `PET_<NAME>`, read at that moment, and otherwise from the default. An empty
 variable counts as unset.
 
-argparse is not needed for that, and is slow to import. `parser.RunParser` is for programs that want a parser of theirs.
+argparse is not needed for that, and is slow to import. `parser.RunParser` has its interface, for programs.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from holdfast.cli import console
 from holdfast.cli.arguments.options import HELP, HELP_ALL, OPTIONS, PROGRAM, USAGE, Option, RunArguments
@@ -25,8 +25,6 @@ _FOREIGN = {
     "-N": "; did you mean --nnodes?",
     "--use-env": ": workers always get their local rank in LOCAL_RANK, and never as an argument; leave the option out",
 }
-
-T = TypeVar("T")
 
 
 class UsageError(Exception):
@@ -64,21 +62,20 @@ def refuse(program: str, usage: str, problem: UsageError) -> int:
 def parse(tokens: Sequence[str], more: Sequence[Option] = ()) -> RunArguments:
     """As `read`, but raises UsageError and HelpWanted. `more` are options of another command that also takes those of
     `run`; their values are attributes, too."""
-    flags = {flag: option for option in (*OPTIONS, *more, HELP, HELP_ALL) for flag in option.flags}
     values: dict[str, Any] = {option.dest: option.default_value for option in more}
-    typed, left = Scanner(flags, lambda option: option.is_flag).scan(tokens)
+    typed, left = _Scanner((*OPTIONS, *more, HELP, HELP_ALL)).scan(tokens)
     for option, text in typed:
         if option in (HELP, HELP_ALL):
             raise HelpWanted(is_all=option is HELP_ALL)
         values[option.dest] = True if text is None else _value_of(option, text)
     args = RunArguments(**values)
-    complete(args, {option.dest: word(option.flags, text) for option, text in typed}, left)
+    _complete(args, {option.dest: _word(option, text) for option, text in typed}, left)
     return args
 
 
-def word(flags: Sequence[str], text: str | None) -> str:
+def _word(option: Option, text: str | None) -> str:
     """An option and its value in one word of another command line."""
-    return flags[-1] + ("" if text is None else f"={text}")
+    return option.flags[-1] + ("" if text is None else f"={text}")
 
 
 def _value_of(option: Option, text: str) -> Any:
@@ -88,7 +85,7 @@ def _value_of(option: Option, text: str) -> Any:
         raise UsageError(f"{'/'.join(option.flags)}: {error}") from None
 
 
-def complete(args: Any, typed: Mapping[str, str], left: list[str]) -> None:
+def _complete(args: RunArguments, typed: Mapping[str, str], left: list[str]) -> None:
     """Add the values of the environment, and the script. `typed` are the words of the options that were typed, by name;
     `given` gets these and the ones of the environment. A flag that a variable switches off is not among them."""
     from_environment: list[Option] = []
@@ -104,7 +101,7 @@ def complete(args: Any, typed: Mapping[str, str], left: list[str]) -> None:
         setattr(args, option.dest, value)
         from_environment.append(option)
         if value is not False:
-            args.given[option.dest] = word(option.flags, None if option.is_flag else text)
+            args.given[option.dest] = _word(option, None if option.is_flag else text)
     args.from_environment = tuple(from_environment)
     if args.quiet and args.verbose:
         raise UsageError("--quiet and --verbose exclude each other")
@@ -125,42 +122,42 @@ def _looks_like_option(token: str) -> bool:
     return False
 
 
-class Scanner(Generic[T]):
-    """Finds the options of a command line, and the text of their values. `flags` are their names with dashes."""
+class _Scanner:
+    """Finds the options of a command line, and the texts of their values."""
 
-    def __init__(self, flags: Mapping[str, T], is_switch: Callable[[T], bool]) -> None:
-        self._flags, self._is_switch = flags, is_switch
-        self._long_names = {name.replace("_", "-"): option for name, option in flags.items() if name.startswith("--")}
+    def __init__(self, options: Sequence[Option]) -> None:
+        self._flags = {flag: option for option in options for flag in option.flags}
+        self._long_names = {flag: option for flag, option in self._flags.items() if flag.startswith("--")}
 
-    def scan(self, tokens: Sequence[str]) -> tuple[list[tuple[T, str | None]], list[str]]:
-        """Each option with the text of its value, which a switch has not, and the tokens from the script on."""
+    def scan(self, tokens: Sequence[str]) -> tuple[list[tuple[Option, str | None]], list[str]]:
+        """Each option with the text of its value (None for a flag), and the tokens from the script on."""
         left = list(tokens)
-        given: list[tuple[T, str | None]] = []
+        given: list[tuple[Option, str | None]] = []
         while left and left[0] != "--" and _looks_like_option(left[0]):
             token = left.pop(0)
             given += self._long_option(token, left) if token.startswith("--") else self._short_options(token, left)
         return self._joined(given), left
 
-    def _joined(self, given: list[tuple[T, str | None]]) -> list[tuple[T, str | None]]:
+    def _joined(self, given: list[tuple[Option, str | None]]) -> list[tuple[Option, str | None]]:
         """The texts of a list that is given in parts are one text."""
-        for flag in [flag for option in OPTIONS if option.is_list for flag in option.flags if flag in self._flags]:
-            parts = [text or "" for option, text in given if option == self._flags[flag]]
-            if len(parts) > 1:
-                given = [each for each in given if each[0] != self._flags[flag]]
-                given.append((self._flags[flag], ",".join(parts)))
-        return given
+        lists: dict[Option, list[str]] = {}
+        for option, text in given:
+            if option.is_list:
+                lists.setdefault(option, []).append(text or "")
+        others = [each for each in given if not each[0].is_list]
+        return [*others, *((option, ",".join(texts)) for option, texts in lists.items())]
 
-    def _long_option(self, token: str, left: list[str]) -> Iterator[tuple[T, str | None]]:
+    def _long_option(self, token: str, left: list[str]) -> Iterator[tuple[Option, str | None]]:
         name, equals, value = token.partition("=")
         option = self._resolve(name)
-        if not self._is_switch(option):
+        if not option.is_flag:
             yield option, value if equals else self._next_value(name, left)
         elif equals:
             raise UsageError(f"{name} is on or off and takes no value, not {value!r}")
         else:
             yield option, None
 
-    def _short_options(self, token: str, left: list[str]) -> Iterator[tuple[T, str | None]]:
+    def _short_options(self, token: str, left: list[str]) -> Iterator[tuple[Option, str | None]]:
         """`-m`, `-mv`, `-r3` and `-r 3`."""
         letters = token[1:]
         while letters:
@@ -174,7 +171,7 @@ class Scanner(Generic[T]):
                 raise UsageError(
                     f"unknown option {word}{suggestion}" if is_one else f"unknown option -{letter} in {word}"
                 )
-            if not self._is_switch(option):
+            if not option.is_flag:
                 yield option, letters.removeprefix("=") or self._next_value(f"-{letter}", left)
                 return
             yield option, None
@@ -186,11 +183,10 @@ class Scanner(Generic[T]):
             raise UsageError(f"{name} needs a value, but {left[0]} follows (write {name}={left[0]} if it is meant)")
         return left.pop(0)
 
-    def _resolve(self, name: str) -> T:
+    def _resolve(self, name: str) -> Option:
         full, known = name.replace("_", "-"), self._long_names
-        own: list[Option] = [option for option in self._flags.values() if isinstance(option, Option)]
-        in_full = {flag for option in (*OPTIONS, HELP_ALL, *own) if option.in_full for flag in option.flags}
-        matches = [full] if full in known else sorted(each for each in known.keys() - in_full if each.startswith(full))
+        shortened = sorted(flag for flag, option in known.items() if flag.startswith(full) and not option.in_full)
+        matches = [full] if full in known else shortened
         if not matches:
             raise UsageError(f"unknown option {name}{self._suggestion(full)}")
         if len(matches) > 1:

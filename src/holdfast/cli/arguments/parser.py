@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 import holdfast
 from holdfast.cli import console
-from holdfast.cli.arguments.command_line import Scanner, UsageError, complete, word
-from holdfast.cli.arguments.options import GROUPS, HELP, HELP_ALL, OPTIONS, PROGRAM, USAGE
+from holdfast.cli.arguments import command_line
+from holdfast.cli.arguments.command_line import HelpWanted, UsageError
+from holdfast.cli.arguments.options import GROUPS, HELP, HELP_ALL, OPTIONS, PROGRAM, USAGE, Option
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -43,49 +44,45 @@ class PlainParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-class _HelpAll(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *others: Any) -> NoReturn:
-        console.print_out(help_text(console.width(), is_all=True))
-        parser.exit()
-
-
 class RunParser(PlainParser):
-    """Reads `OPTIONS` and what callers have added, a script and the script's arguments."""
+    """`command_line` with the interface of argparse, for programs, which may add options of their own."""
 
     def __init__(self) -> None:
         super().__init__(PROGRAM, usage=USAGE)
-        self.add_argument(*HELP_ALL.flags, action=_HelpAll, nargs=0, dest=argparse.SUPPRESS)
-        for option in OPTIONS:
-            if option.is_flag:
-                self.add_argument(*option.flags, action="store_true", dest=option.dest)
-            else:
-                self.add_argument(*option.flags, type=argument(option.read), default=option.default, dest=option.dest)
 
     # Any in the signature, because the base class has overloads that this one need not tell apart.
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `command_line.read`. argparse sees each option in its full spelling, and converts the values."""
-        scanner = Scanner(self._option_string_actions, lambda action: action.nargs == 0)
+        added = {_as_option(action): action for action in self._actions if action.dest != "help"}
         try:
-            given, left = scanner.scan(sys.argv[1:] if args is None else args)
-            typed = [(action.dest, word(action.option_strings, value)) for action, value in given]
-            namespace, extras = super().parse_known_args([each for _, each in typed], namespace)
-            complete(namespace, dict(typed), left)
+            parsed = command_line.parse(sys.argv[1:] if args is None else args, tuple(added))
+        except HelpWanted as wanted:
+            console.print_out(help_text(console.width(), wanted.is_all))
+            self.exit()
         except UsageError as problem:
             self.error(str(problem))
+        # argparse makes the values of the added options, and knows of `set_defaults`.
+        typed = [(option, action) for option, action in added.items() if option.dest in parsed.given]
+        words = [
+            parsed.given[each.dest].replace(each.flags[-1], action.option_strings[-1], 1) for each, action in typed
+        ]
+        namespace, extras = super().parse_known_args(words, namespace)
+        own = {action.dest for action in added.values()}
+        for name, value in vars(parsed).items():
+            if name not in own and (name in parsed.given or not hasattr(namespace, name)):
+                setattr(namespace, name, value)
         return namespace, extras
 
     def format_help(self) -> str:
         return help_text(console.width())
 
-    def print_help(self, file: Any = None) -> None:
-        if file is None:
-            console.print_out(self.format_help())
-        else:
-            super().print_help(file)
-
     def error(self, message: str) -> NoReturn:
         console.write(f"usage: {USAGE}\n")
         super().error(message)
+
+
+def _as_option(action: argparse.Action) -> Option:
+    flags = [flag.replace("_", "-") for flag in action.option_strings]
+    return Option(", ".join(flags) + ("" if action.nargs == 0 else " VALUE"), "", "", in_environment=False)
 
 
 def documents_line() -> str:
