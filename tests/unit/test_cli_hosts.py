@@ -48,7 +48,7 @@ def test_each_agent_gets_the_users_options_and_its_own(monkeypatch: pytest.Monke
     assert (first.node_rank, second.node_rank) == (0, 1)
     for each in (first, second):
         assert (each.nnodes, each.max_restarts, each.virtual_local_rank) == ("2", 3, True)
-        assert (each.lease, each.tee, each.prefix) == (7.0, "3", "always")
+        assert (each.lease, each.tee, each.prefix) == (7.0, 3, "always")
         assert (each.rdzv_backend, each.rdzv_endpoint, each.rdzv_id) == ("tcp", "10.0.0.1:4321", job.job.run_id)
         assert each.rdzv_conf == "outage_timeout=60,read_timeout=9"
         assert (each.hosts, each.training_script) == (None, "x.py")

@@ -95,7 +95,7 @@ def test_a_job_has_the_options_as_typed_and_in_full() -> None:
     assert (job.directory, job.python) == (os.getcwd(), sys.executable)
     assert settings == {"detach": False, "queue": "main", "dry": False, "colour": None}
     read = command_line.read(job.agent_arguments()[1:])
-    assert (read.max_restarts, read.tee, read.module, read.training_script) == (3, "3", True, "train")
+    assert (read.max_restarts, read.tee, read.module, read.training_script) == (3, 3, True, "train")
 
 
 def test_a_run_id_is_made_if_none_is_given() -> None:

@@ -17,6 +17,7 @@ from holdfast.cli import submit
 from holdfast.cli.arguments import command_line, options, parser
 from holdfast.cli.arguments.options import OPTIONS, Option, RunArguments
 from holdfast.cli.arguments.parser import RunParser, help_text
+from holdfast.process.output.logs import Std
 from tests.unit.test_option_effects import EFFECTS, HOST_EFFECTS
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +170,8 @@ TIME = "is not a duration such as 30, 30s, 5m or 2h"
         (options.exit_codes, "2, 64", {2, 64}),
         (options.exit_codes, "x", "'x' is not a list of exit codes such as 2,64"),
         (options.names, "KeyError, MyError,", {"KeyError", "MyError"}),
+        (options.streams, "0:3,1:2", {0: Std.ALL, 1: Std.ERR}),
+        (options.streams, "4", re.compile("'4' does not name streams: .*")),
         (options.ranks, "0, 1", {0, 1}),
         (options.ranks, " ", None),
         *((options.ranks, text, f"{text!r} is not a list of ranks such as 0,1") for text in ("0,a", "-1", "0,")),
@@ -278,10 +281,10 @@ def test_a_newer_option_must_be_written_in_full(
         (["--nproc", "3"], "nproc_per_node", "3"),
         (["--nproc_per=3"], "nproc_per_node", "3"),
         (["--nproc-per_node=3"], "nproc_per_node", "3"),
-        (["-r", "3"], "redirects", "3"),
-        (["-r3"], "redirects", "3"),
-        (["-r=3"], "redirects", "3"),
-        (["-mt", "1"], "tee", "1"),
+        (["-r", "3"], "redirects", Std.ALL),
+        (["-r3"], "redirects", Std.ALL),
+        (["-r=3"], "redirects", Std.ALL),
+        (["-mt", "1"], "tee", Std.OUT),
         (["-mt1"], "module", True),
         (["--role", "-1"], "role", "-1"),
         (["--role=-x"], "role", "-x"),

@@ -219,11 +219,7 @@ def rendezvous_settings(args: RunArguments) -> dict[str, Any]:
 
 
 def fresh_id() -> str:
-    """A random UUID (version 4) as 32 hexadecimal digits; the module that makes them is slow to import."""
-    octets = bytearray(os.urandom(16))
-    octets[6] = octets[6] & 0x0F | 0x40
-    octets[8] = octets[8] & 0x3F | 0x80
-    return octets.hex()
+    return os.urandom(16).hex()
 
 
 # --- logs ---------------------------------------------------------------------------------------------------
@@ -266,7 +262,7 @@ def _logs_specs_class(name: str) -> Callable[..., Any]:
     return loaded  # type: ignore[no-any-return]  # a plug-in's class; what it makes is used as a LogsSpecs
 
 
-def _unused(args: RunArguments, config: LaunchConfig, streams: dict[str, Any]) -> Iterator[str]:
+def _unused(args: RunArguments, config: LaunchConfig) -> Iterator[str]:
     """Options that were given and have no effect in this run. None is an error: people keep options in scripts and
     environments that serve more than one kind of run."""
     known = [option.variable for option in OPTIONS if option.variable]
@@ -301,10 +297,11 @@ def _unused(args: RunArguments, config: LaunchConfig, streams: dict[str, Any]) -
         fixed = f"static nodes are always {config.max_nodes}; tcp takes a range"
         yield f"the smaller number in --nnodes {args.nnodes} ({fixed})"
     workers = int(config.nproc_per_node)
-    for name, ranks in streams.items():
+    choices = {"redirects": args.redirects, "tee": args.tee, "local-ranks-filter": args.local_ranks_filter}
+    for name, ranks in choices.items():
         for rank in sorted(ranks) if isinstance(ranks, dict | set) else ():
             if rank >= workers:
-                yield f"rank {rank} in {name} (the local ranks here are 0 to {workers - 1})"
+                yield f"rank {rank} in --{name} (the local ranks here are 0 to {workers - 1})"
 
 
 # --- the whole ----------------------------------------------------------------------------------------------
@@ -314,24 +311,17 @@ def config_from_args(
     args: RunArguments | argparse.Namespace,
 ) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """What to launch: settings, the function or program, and arguments. Wrong input is a `UserError`."""
-    from holdfast.process.output.logs import Std
-
     args = RunArguments.of(args)
     check_values(args)
     check_combination(args)
     entrypoint, entry_args = entry(args)
-    streams: dict[str, Any] = {
-        "--redirects": _for_option("--redirects", Std.from_str, args.redirects),
-        "--tee": _for_option("--tee", Std.from_str, args.tee),
-        "--local-ranks-filter": args.local_ranks_filter,
-    }
     config = _config(args)
-    for text in _unused(args, config, streams):
+    for text in _unused(args, config):
         log.warning("%s has no effect in this run", text)
     for flag in misplaced_options(args):
         log.warning("%s comes after the script, so it is an argument of the script and no option of holdfast", flag)
     make = _logs_specs_class(args.logs_specs or "default")
-    redirects, tee = (_streams_for(make, streams[option]) for option in ("--redirects", "--tee"))
+    redirects, tee = _streams_for(make, args.redirects), _streams_for(make, args.tee)
     # Made last of all: it may create directories.
     config.logs_specs = make(
         log_dir=args.log_dir, redirects=redirects, tee=tee, local_ranks_filter=args.local_ranks_filter

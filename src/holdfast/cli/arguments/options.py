@@ -15,6 +15,7 @@ from holdfast.frozen import frozen
 
 if TYPE_CHECKING:
     from holdfast.hangs.policy import Signal
+    from holdfast.process.output.logs import Std
 
 PROGRAM = "holdfast run"
 USAGE = "holdfast run [options] script [arguments of the script]"
@@ -112,6 +113,12 @@ def module_names(text: str) -> tuple[str, ...]:
     from holdfast.process import preload
 
     return preload.module_names(text)
+
+
+def streams(text: str) -> Std | dict[int, Std]:
+    from holdfast.process.output.logs import Std
+
+    return Std.from_str(text)
 
 
 def signal_names(text: str) -> str:
@@ -266,12 +273,11 @@ class RunArguments:
     run_path = flag("--run-path", WORKERS, help=
         "Start the workers as function calls that run the script with runpy, not as new Python commands.")
     start_method = value("--start-method METHOD", WORKERS, str, "spawn", choices=("spawn", "fork", "forkserver"), help=
-        "How workers that are function calls are started: spawn, fork or forkserver. This matters with --run-path "
-        "only: a script, a module or a program is always started as a new command, whatever is given here.")
+        "With --run-path: how the function calls are started: spawn, fork or forkserver.")
     preload = optional("--preload MODULES", WORKERS, module_names, in_full=True, is_common=True, help=
-        "Import these modules once, as in torch,numpy, in a process from which the workers are then forked, so that a "
-        "start or a restart costs a fork and no import; auto stands for the third-party modules that the script "
-        "imports at its top level. docs/warm-start.md says what differs for the workers.")
+        "Import these modules once, as in torch,numpy, and fork the workers from there, so that a restart imports "
+        "nothing; auto stands for the third-party modules that the script imports at its top level. See "
+        "docs/warm-start.md.")
     preload_timeout = value("--preload-timeout TIME", WORKERS, duration_s, "5m", in_full=True, help=
         "How long importing the modules of --preload may take; after that the workers start without it.")
     role = value("--role NAME", WORKERS, str, "default", help=
@@ -287,29 +293,27 @@ class RunArguments:
     nnodes = value("--nnodes N|MIN:MAX", NODES, str, "1:1", is_common=True, help=
         "How many nodes take part: a number, or MIN:MAX for a run that may grow and shrink between the two.")
     standalone = flag("--standalone", NODES, is_common=True, help=
-        "Run on this machine alone. No port is opened for the nodes to meet, and the options that say where to meet "
-        "are not used.")
+        "Run on this machine alone, without a port at which nodes meet.")
     no_detect = flag("--no-detect", NODES, in_full=True, help=
-        "Take nothing from the variables of Slurm, mpirun, Kubernetes, SkyPilot, PBS and LSF. Without this, if no "
-        "option says where the nodes meet, they give the number of nodes, the endpoint, this node's rank and the run "
-        "id. See docs/engines.md.")
+        "Ignore the variables of Slurm, mpirun, Kubernetes, SkyPilot, PBS and LSF. Otherwise, if no option says where "
+        "the nodes meet, the number of nodes, the endpoint, the rank and the run id come from there. See "
+        "docs/engines.md.")
     rdzv_backend = value("--rdzv-backend NAME", NODES, str, "static", is_common=True, help=
         "How the nodes find each other: static, from the node's rank and the master's address given here; tcp (c10d "
         "is another name for it), at a coordinator at the endpoint; etcd (etcd-v3 is another name for it), at a "
         "coordinator that etcd elects; or the name of an installed plug-in.")
     rdzv_endpoint = value("--rdzv-endpoint ENDPOINT", NODES, str, "", is_common=True, help=
-        "Where the nodes meet, usually HOST:PORT, with an IPv6 address in brackets. With tcp and etcd, several nodes "
-        "need it. For tcp the node on whose host it is starts a coordinator there unless one is there already; the "
-        "port is 29400 if left out. For etcd it is one member of the cluster or several, as in "
-        "A:2379,B:2379,https://C; the port is 2379 if left out. For static it replaces --master-addr and "
-        "--master-port.")
+        "Where the nodes meet, the same on all nodes: HOST:PORT, with an IPv6 address in brackets. For tcp, the node "
+        "on that host starts a coordinator there unless one is there already; the port is 29400 if left out. For "
+        "etcd, one or several members of the cluster, as in A:2379,B:2379,https://C; the port is 2379 if left out. "
+        "For static it replaces --master-addr and --master-port.")
     rdzv_id = value("--rdzv-id ID", NODES, str, "none", is_common=True, help=
-        "The name of the run, the same on all of its nodes. A run on one machine gets a fresh one if none is given.")
+        "The name of the run, the same on all nodes. A run on one machine gets a fresh name if none is given.")
     rdzv_conf = value("--rdzv-conf KEY=VALUE,...", NODES, str, "", help=
         "More settings for the rendezvous. docs/cli.md has a table of them.")
     node_rank = optional("--node-rank RANK", NODES, count, help=
-        "The rank to give this node, from 0. For static it is needed on every node but the first; otherwise it is a "
-        "request, honoured in every round that is large enough.")
+        "The rank to give this node, from 0. Static nodes but the first need it; for others it is a request, honoured "
+        "in every round that is large enough.")
     master_addr = value("--master-addr ADDRESS", NODES, str, "127.0.0.1", help=
         "The address of the node of rank 0, as the workers use it; only for static without an endpoint.")
     master_port = optional("--master-port PORT", NODES, port, help=
@@ -320,8 +324,8 @@ class RunArguments:
     join_timeout = optional("--join-timeout TIME", NODES, duration_s, help=
         "How long to wait for enough nodes before the run fails (10m if left out).")
     resolve_timeout = optional("--resolve-timeout TIME", NODES, duration_s, in_full=True, help=
-        "How long the endpoint's name may be unknown when this node starts, because it appears only when its host "
-        "does, as that of a pod; at most --join-timeout counts (5s if left out).")
+        "How long the endpoint's name may be unknown when this node starts, as that of a pod is before the pod "
+        "starts; at most --join-timeout counts (5s if left out).")
     last_call = optional("--last-call TIME", NODES, duration_s, help=
         "How long the first round waits for more nodes once there are enough (5s if left out).")
     exit_barrier_timeout = optional("--exit-barrier-timeout TIME", NODES, duration_s, help=
@@ -331,12 +335,11 @@ class RunArguments:
         "How long a node may be silent before its place is given away; its workers are killed before that (5s if left "
         "out, for etcd 6s).")
     admit = optional("--admit WHEN", NODES, str, choices=("now", "on-restart"), help=
-        "When a node that arrives while others run, and for which there is room, is let in: now, the workers are "
-        "stopped in order and a larger round begins; on-restart, it stands by until something else stops the round "
-        "(now if left out).")
+        "When a node that arrives late, and for which there is room, is let in: now, the workers are stopped with "
+        "grace and a larger round begins; on-restart, it stands by until the round stops (now if left out).")
     admit_delay = optional("--admit-delay TIME", NODES, duration_s, in_full=True, help=
-        "With --admit now: how long a node that arrives waits for others, so that the workers are stopped once for "
-        "all of them. It does not wait when there is no room for more (5s if left out).")
+        "With --admit now: how long a node that arrives waits for more nodes, if there is room for them, so that the "
+        "workers are stopped once for all (5s if left out).")
     on_isolation = optional("--on-isolation WHAT", NODES, str, choices=("stop", "continue"), help=
         "What a node that cannot reach the coordinator does: stop, its workers are killed before its place is given "
         "away; continue, they run on, at the risk that two worlds run at once (stop if left out).")
@@ -359,23 +362,21 @@ class RunArguments:
     remote_python = optional("--remote-python PATH", HOSTS, str, in_full=True, help=
         "The Python interpreter on the hosts. Left out, it has the path of this command's.")
     env = optional("--env NAME[=VALUE],...", HOSTS, filters, in_full=True, is_list=True, help=
-        "Give the agents and workers on the hosts these variables; without a value, that of this command's "
-        "environment, which is the way for secrets: other users can read this command line. Two commas stand for a "
-        "comma. May be given several times.")
+        "Set these variables for the agents and workers on the hosts. Without a value, the value is that of this "
+        "command's environment; give secrets that way, because other users can read a command line. Two commas stand "
+        "for a comma. May be given several times.")
     copy = optional("--copy WHAT", HOSTS, str, choices=("script", "directory"), in_full=True, help=
         "Copy the script, or the working directory with all that is below it, to a temporary directory on each host, "
         "and run there. The directory is removed at the end.")
     ssh = value("--ssh COMMAND", HOSTS, str, "ssh", in_full=True, help=
         "The ssh command, with options if need be, as in 'ssh -F config'.")
     host_timeout = value("--host-timeout TIME", HOSTS, duration_s, "30s", in_full=True, help=
-        "How long a host may take to connect, and how long its connection may be silent later, before it counts as "
-        "lost.")
+        "How long a host may take to connect, and may be silent later, before it counts as lost.")
 
     max_restarts = value("--max-restarts N", FAILURES, count, "0", is_common=True, help=
         "How often the workers may be restarted after failures, in the whole run, before it fails for good.")
     restart_window = optional("--restart-window TIME", FAILURES, duration_above_0_s, help=
-        "Count only the restarts of the last TIME, so that --max-restarts 5 --restart-window 10m means five in ten "
-        "minutes.")
+        "Count only the restarts of the last TIME: --max-restarts 5 --restart-window 10m is five in ten minutes.")
     restart_backoff = value("--restart-backoff TIME", FAILURES, duration_s, "0", help=
         "Wait this long before a restart, and twice as long before each further one, up to a minute.")
     no_progress_limit = optional("--no-progress-limit N", FAILURES, count, in_full=True, help=
@@ -405,26 +406,23 @@ class RunArguments:
         "How long workers may take to exit after the first signal before they are killed; another name for "
         "--shutdown-timeout.")
     wait_for_gpu_memory = optional("--wait-for-gpu-memory TIME", FAILURES, duration_s, in_full=True, help=
-        "Before a restart, wait up to TIME until the GPUs that the stopped workers used have their memory back. Needs "
+        "Before a restart, wait up to TIME until the memory of the GPUs that the stopped workers used is free. Needs "
         "the package nvidia-ml-py.")
     clean_shm = flag("--clean-shm", FAILURES, in_full=True, help=
-        "When holdfast has stopped the workers of a round, remove the files in /dev/shm that they had made, that "
-        "belong to this user, and that no process maps or has open any more. A worker that is killed leaves such "
-        "files, and their memory stays in use.")
+        "When the workers of a round are stopped, remove the files in /dev/shm that they had made, that belong to "
+        "this user, and that no process uses any more. A worker that is killed leaves such files behind.")
     signals_to_handle = value("--signals-to-handle NAMES", FAILURES, signal_names, "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         help="The signals that stop the run in order: the workers get the same signal, and the grace period to exit.")
     monitor_interval = value("--monitor-interval SECONDS", FAILURES, seconds_above_0, "0.1", help=
-        "How often to look again where nothing reports by itself. Workers of this machine are watched by events, so "
-        "this matters to plug-in agents and rendezvous handlers only.")
+        "How often to poll plug-in agents and rendezvous handlers; everything else is watched by events.")
 
     hang_timeout = optional("--hang-timeout TIME", HANGS, duration_s, is_common=True, help=
         "The workers of this node count as hung when none of the --progress-signals has moved for TIME, as in 10m. "
         "Their stacks are taken, they are stopped, and the restart policy decides. Left out, hangs are not detected.")
     start_timeout = optional("--start-timeout TIME", HANGS, duration_s, help=
-        "The limit for the start phase (imports, compilation): hung if nothing at all has moved TIME after the start, "
-        "or nothing for TIME after the reading that any program begins with, and there was no output. Until then "
-        "--hang-timeout does not count, unless a line has matched --progress-pattern or holdfast.progress() was "
-        "called.")
+        "The limit for the start phase (imports, compilation): hung if there is no output and nothing has moved for "
+        "TIME since the start, or since the program was read. --hang-timeout counts after that phase, or once a line "
+        "matches --progress-pattern or holdfast.progress() is called.")
     progress_signals = optional("--progress-signals NAMES", HANGS, signals_of_progress, help=
         "What counts as progress: output, on stdout or stderr; pattern, a line that matches --progress-pattern; io, "
         "what workers read and write; cpu, their processor time (a collective that waits may burn it, too); progress, "
@@ -436,14 +434,11 @@ class RunArguments:
         "whatever else moves.")
 
     log_dir = optional("--log-dir DIRECTORY", LOGS, str, is_common=True, help=
-        "Where to keep log and error files; made if missing. Left out, a temporary directory is used. /dev/null keeps "
-        "none.")
-    redirects = value("-r, --redirects STREAMS", LOGS, str, "0", is_common=True, help=
-        "What goes to files instead of the console: 0 nothing, 1 stdout, 2 stderr, 3 both; or by local rank, as in "
-        "0:3,1:2.")
-    tee = value("-t, --tee STREAMS", LOGS, str, "0", is_common=True, help=
-        "What goes to files and, with the worker's label in front of every line, to the console too; written as for "
-        "--redirects.")
+        "Where to keep log and error files; made if missing. Left out, a temporary directory; /dev/null keeps none.")
+    redirects = value("-r, --redirects STREAMS", LOGS, streams, "0", is_common=True, help=
+        "What goes to files, not to the console: 0 nothing, 1 stdout, 2 stderr, 3 both; by local rank, as in 0:3,1:2.")
+    tee = value("-t, --tee STREAMS", LOGS, streams, "0", is_common=True, help=
+        "What goes to files and, with the worker's label in front, to the console; written as for --redirects.")
     prefix = value("--prefix WHEN", LOGS, str, "auto", choices=("auto", "always", "never"), in_full=True, help=
         "When lines on the console begin with the label of their worker: always; never; auto, if several workers "
         "share a terminal, and on tee'd lines. On such a terminal the same line of several ranks is shown once, "
@@ -451,8 +446,7 @@ class RunArguments:
     local_ranks_filter = optional("--local-ranks-filter RANKS", LOGS, ranks, help=
         "Show only these local ranks on the console, as in 0,1. Files are not affected.")
     duplicate_stdout_filters = optional("--duplicate-stdout-filters TEXT,...", LOGS, filters, help=
-        "Copy tee'd stdout lines of all ranks that contain one of these texts to filtered_stdout.log. The texts are "
-        "separated by commas; two commas stand for a comma.")
+        "Copy tee'd stdout lines that contain one of these texts to filtered_stdout.log; two commas stand for one.")
     duplicate_stderr_filters = optional("--duplicate-stderr-filters TEXT,...", LOGS, filters, help=
         "The same for stderr, to filtered_stderr.log.")
     logs_specs = optional("--logs-specs NAME", LOGS, str, in_environment=False, help=
@@ -469,9 +463,9 @@ class RunArguments:
         "started, progress, finished, failed, hung, stopped, ended. Agents of one host may share the file. See "
         "docs/events.md.")
     dashboard = flag("--dashboard", OUTPUT, in_full=True, is_common=True, help=
-        "Serve a page about the run to browsers, as `holdfast dashboard` does, from a process of its own. If several "
-        "nodes give this, the one with group rank 0 serves. The URL is printed when the workers start, with a key in "
-        "it that is all one needs to look. Needs pip install 'holdfast[dashboard]'.")
+        "Serve a page about the run to browsers, as `holdfast dashboard` does. If several nodes give this, the one "
+        "with group rank 0 serves. The URL is printed when the workers start; anybody who knows it can look. Needs "
+        "pip install 'holdfast[dashboard]'.")
     dashboard_addr = optional("--dashboard-addr [HOST:]PORT", OUTPUT, host_and_port, in_full=True, help=
         "Where to serve that page (127.0.0.1:0 if left out; port 0 is any free one). An address that other hosts can "
         "reach needs a token (--token-file).")

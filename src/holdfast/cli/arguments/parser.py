@@ -103,11 +103,7 @@ EXIT_CODES = (
     ("0", "all workers succeeded"),
     ("1", "the workers failed for good, or the run could not go on"),
     ("2", "wrong usage, or a node that does not fit into the run; nothing was started"),
-    (
-        "93",
-        "no progress in --no-progress-limit restarts, or more lost nodes than --loss-limit allows: starting the run "
-        "again would not help",
-    ),
+    ("93", "no progress in --no-progress-limit restarts, or more lost nodes than --loss-limit: do not start it again"),
     ("94", "the run was ended on all nodes, by `holdfast stop` for example: do not start it again"),
     ("128+n", "stopped by signal n, for example 143 after SIGTERM"),
 )
