@@ -9,8 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli import bundle, coordinator, doctor, logs, parser, stacks, status, stop, submit, token, top
-from holdfast.cli.dashboard import command as dashboard
+from holdfast.cli import bundle, coordinator, dashboard, doctor, logs, parser, stacks, status, stop, submit, token, top
 from holdfast.cli.options import GROUPS, OPTIONS, USAGE, Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.dashboard.access import Access
+from holdfast.observe.dashboard.access import Access
 from tests import dashboard_stage, dashboards, nodes, support
 from tests.dashboard_stage import StandIn
 from tests.nodes import Scene

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.dashboard import beside, server
+from holdfast.observe.dashboard import beside, server
 from holdfast.rendezvous.coordinator import launch
 from tests import dashboards, nodes, support
 from tests.dashboards import Dashboard
@@ -423,7 +423,7 @@ def test_one_that_does_not_start_in_time_is_a_warning(
 ) -> None:
     monkeypatch.setattr(beside, "_START_PATIENCE_S", 0.1)
     monkeypatch.setattr(launch, "detached", lambda module: ["sh", "-c", "sleep 2 &"])
-    beside._start([])
+    beside._start("holdfast.cli.dashboard", [])
     assert [each.getMessage() for each in caplog.records] == ["no dashboard: it has not started within 0.1 s"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.cli.dashboard.access import WRONG_HOST, WRONG_ORIGIN, Access
+from holdfast.observe.dashboard.access import WRONG_HOST, WRONG_ORIGIN, Access
 
 OWN = Access.fresh(["Node1", "node1.example"])
 

@@ -361,13 +361,13 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
     if args.dashboard:
         from functools import partial
 
-        from holdfast.cli.dashboard import beside
+        from holdfast.observe.dashboard import beside
 
         configs, is_alone = fields["rdzv_configs"], fields["rdzv_backend"] == "standalone"
         # A run on one machine has no other use for the token.
         token_file = str((configs.pop if is_alone else configs.get)("token_file", "") or "")
         where = {"addr": args.dashboard_addr, "linger_s": args.dashboard_linger, "token_file": token_file}
-        fields["settings"]["on_first_node"] = partial(beside.start, **where)
+        fields["settings"]["on_first_node"] = partial(beside.start, module="holdfast.cli.dashboard", **where)
     if args.numa_binding is not None:
         from holdfast.process.workers.cpus import AffinityMode, NumaOptions
 

@@ -36,14 +36,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import holdfast
-from holdfast.cli.dashboard import access
-from holdfast.cli.dashboard.access import Access
-from holdfast.cli.dashboard.follow import Follower
-from holdfast.cli.dashboard.picture import Picture, difference
-from holdfast.cli.dashboard.watch import Watch
 from holdfast.errors import HoldfastError, UserError
 from holdfast.log import Logger
 from holdfast.loop import Wakeup
+from holdfast.observe.dashboard import access
+from holdfast.observe.dashboard.access import Access
+from holdfast.observe.dashboard.follow import Follower
+from holdfast.observe.dashboard.picture import Picture, difference
+from holdfast.observe.dashboard.watch import Watch
 from holdfast.rendezvous.coordinator.limits import Bucket
 
 logger = Logger(__name__)

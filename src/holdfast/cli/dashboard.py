@@ -76,9 +76,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(args: argparse.Namespace) -> str:
     try:
-        from holdfast.cli.dashboard import server
-        from holdfast.cli.dashboard.access import Access
-        from holdfast.cli.dashboard.watch import Watch
+        from holdfast.observe.dashboard import server
+        from holdfast.observe.dashboard.access import Access
+        from holdfast.observe.dashboard.watch import Watch
     except ModuleNotFoundError as error:
         raise HostError(f"the package {error.name} is missing: pip install 'holdfast[dashboard]'") from None
     token = settings.read_token(args.token_file)
