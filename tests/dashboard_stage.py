@@ -94,7 +94,7 @@ class Stage:
 
     def __init__(self, run: StandIn, *, may_stop: bool = False, port: int = 0) -> None:
         self.run = run
-        self.guard = Access.fresh([])
+        self.guard = Access.for_names([])
         self._may_stop = may_stop
         self.port = port
         self.begin()

@@ -180,7 +180,7 @@ def test_a_connection_that_is_lost_and_found(page: Any) -> None:
         await_text(page, "#log", "a line")
         # Another dashboard at the same address does not know this page.
         stage.end()
-        stage.guard = Access.fresh([])
+        stage.guard = Access.for_names([])
         stage.begin()
         await_text(page, "#link", "^ended$")
         assert "it rained" in text_of(page, "#rounds")

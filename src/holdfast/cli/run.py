@@ -362,12 +362,18 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         from functools import partial
 
         from holdfast.observe.dashboard import beside
+        from holdfast.observe.dashboard.serving import DEFAULT_ADDRESS, DEFAULT_LINGER_S, Service
 
         configs, is_alone = fields["rdzv_configs"], fields["rdzv_backend"] == "standalone"
         # A run on one machine has no other use for the token.
         token_file = str((configs.pop if is_alone else configs.get)("token_file", "") or "")
-        where = {"addr": args.dashboard_addr, "linger_s": args.dashboard_linger, "token_file": token_file}
-        fields["settings"]["on_first_node"] = partial(beside.start, module="holdfast.cli.dashboard", **where)
+        service = Service(
+            args.dashboard_addr or DEFAULT_ADDRESS,
+            DEFAULT_LINGER_S if args.dashboard_linger is None else args.dashboard_linger,
+            os.path.abspath(token_file) if token_file else "",
+            address_option="--dashboard-addr",
+        )
+        fields["settings"]["on_first_node"] = partial(beside.start, service=service)
     if args.numa_binding is not None:
         from holdfast.process.workers.cpus import AffinityMode, NumaOptions
 

@@ -46,8 +46,9 @@ class Access:
     names: frozenset[str]
 
     @classmethod
-    def fresh(cls, names: Iterable[str]) -> Access:
-        return cls(secrets.token_urlsafe(24), frozenset(name.lower() for name in names if name))
+    def for_names(cls, names: Iterable[str], key: str = "") -> Access:
+        """Without a key it gets a random one."""
+        return cls(key or secrets.token_urlsafe(24), frozenset(name.lower() for name in names if name))
 
     @property
     def cookie(self) -> str:

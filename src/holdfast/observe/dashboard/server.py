@@ -16,6 +16,7 @@ queued for it. One thread runs this; what waits for the run (`Watch`) is called 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -61,7 +62,7 @@ _LOG_BYTES_A_SECOND = 1 << 19
 _LOG_EVERY_S = 1.0
 _LOG_KEPT_CHARS = 1 << 17  # For a page that begins to follow a log which another one follows already.
 _BODY_LIMIT_BYTES = 4096
-_SILENT_LIMIT_S = 10.0  # For the first request of a connection.
+_HEAD_LIMIT_S = 10.0  # From the begin of a connection, or from an answer, to the next complete request head.
 _SEND_LIMIT_S = 20.0
 _BEAT_S = 10.0  # A page that hears nothing for three of them connects again.
 _THREADS = 8
@@ -342,7 +343,7 @@ def server_for(app: ASGIApp) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            http=ImpatientProtocol,
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -350,21 +351,42 @@ def server_for(app: ASGIApp) -> uvicorn.Server:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=_MOST_CONNECTIONS,
+            limit_concurrency=_MOST_CONNECTIONS + 1,  # From this number on it answers 503.
             timeout_graceful_shutdown=1,
         )
     )
 
 
-class ImpatientProtocol(H11Protocol):
-    """A connection that asks nothing is closed: those that are open are counted."""
+class BoundedProtocol(H11Protocol):
+    """A connection. It has some time for each request head.
+
+    If there are too many, the oldest that has not sent a request head makes room for the next. A request without the
+    key is the last of its connection (`Guarded`), so all others belong to clients with the key.
+    """
+
+    _numbers = itertools.count()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base
+        self._number = next(self._numbers)
+        if len(self.connections) >= _MOST_CONNECTIONS:
+            strangers = [each for each in self.connections if isinstance(each, BoundedProtocol) and each.cycle is None]
+            if strangers:
+                oldest = min(strangers, key=lambda each: each._number)
+                self.connections.discard(oldest)
+                oldest.transport.abort()
         super().connection_made(transport)
-        self.loop.call_later(_SILENT_LIMIT_S, self._close_if_silent)
+        self._await_head()
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None:
+    def on_response_complete(self) -> None:
+        self._await_head()
+        super().on_response_complete()
+
+    def _await_head(self) -> None:
+        """uvicorn closes idle connections, and one that has sent a part of a head is not idle."""
+        self.loop.call_later(_HEAD_LIMIT_S, self._close_without_head, self.cycle)
+
+    def _close_without_head(self, last: object) -> None:
+        if self.cycle is last:
             self.transport.close()
 
 
@@ -389,7 +411,8 @@ class Guarded:
             await send(message)
 
         problem = self._objection(request)
-        app: ASGIApp = PlainTextResponse(f"{problem}\n", 403) if problem else self._app
+        refusal = PlainTextResponse(f"{problem}\n", 403, {"Connection": "close"})
+        app: ASGIApp = refusal if problem else self._app
         try:
             await app(scope, receive, send_with_headers)
         except Exception:
