@@ -338,6 +338,16 @@ def _ports() -> Iterator[int]:
     return itertools.cycle(random.SystemRandom().sample(usable, len(usable)))
 
 
+def events_to(path: Path) -> str:
+    """A destination for events: one line each in that file."""
+    import logging
+
+    from holdfast.telemetry import events
+
+    events.register_handler(str(path), lambda: logging.FileHandler(path))
+    return str(path)
+
+
 def free_port() -> int:
     """A port at which nobody listens. It is none of those that the kernel hands out by itself, so that no connection
     and no server that asks for any port takes it before the test does, in whatever process."""

@@ -393,7 +393,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("-q, --quiet", OUTPUT, "Print errors only.", in_environment=False),
     Option("-v, --verbose", OUTPUT, "Print what is being done, and when.", in_environment=False),
     Option("--event-log-handler NAME", OUTPUT, default="null", field="event_log_handler",
-           help="Where events of the run are recorded: null, nowhere; console; file:PATH, one JSON line for each; "
+           help="Where events of the run are recorded: null, nowhere; console; "
                 "or a destination that other code has registered."),
     Option("--events-file FILE", OUTPUT, field="settings.events_file", in_full=True,
            help="Append one JSON line to FILE for each thing that happens on this node: joined, refused, sealed, "

@@ -144,13 +144,15 @@ def check_values(args: argparse.Namespace) -> None:
         _for_option("--http", parse_http_address, args.http)
     if not _for_option("--signals-to-handle", signals.parse_signals, args.signals_to_handle):
         raise UserError("--signals-to-handle names no signal")
-    if args.event_log_handler != "null" or args.events_file is not None:
+    if args.event_log_handler != "null":
         from holdfast.telemetry import events
 
         _for_option("--event-log-handler", events.check_destination, args.event_log_handler)
-        if args.events_file is not None:
-            make_directory_of(args.events_file, args.log_dir)
-            _for_option("--events-file", lambda path: events.check_destination(f"file:{path}"), args.events_file)
+    if args.events_file is not None:
+        from holdfast.telemetry import events_file
+
+        make_directory_of(args.events_file, args.log_dir)
+        _for_option("--events-file", events_file.check_path, args.events_file)
 
 
 # --- rendezvous ---------------------------------------------------------------------------------------------
@@ -362,18 +364,12 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         from functools import partial
 
         from holdfast.observe.dashboard import beside
-        from holdfast.observe.dashboard.serving import DEFAULT_ADDRESS, DEFAULT_LINGER_S, Service
 
         configs, is_alone = fields["rdzv_configs"], fields["rdzv_backend"] == "standalone"
         # A run on one machine has no other use for the token.
         token_file = str((configs.pop if is_alone else configs.get)("token_file", "") or "")
-        service = Service(
-            args.dashboard_addr or DEFAULT_ADDRESS,
-            DEFAULT_LINGER_S if args.dashboard_linger is None else args.dashboard_linger,
-            os.path.abspath(token_file) if token_file else "",
-            address_option="--dashboard-addr",
-        )
-        fields["settings"]["on_first_node"] = partial(beside.start, service=service)
+        where = {"addr": args.dashboard_addr, "linger_s": args.dashboard_linger, "token_file": token_file}
+        fields["settings"]["on_first_node"] = partial(beside.start, **where)
     if args.numa_binding is not None:
         from holdfast.process.workers.cpus import AffinityMode, NumaOptions
 

@@ -28,7 +28,7 @@ from holdfast.cli.runs import LocalRun, agents_here
 from holdfast.errors import HoldfastError, HostError
 from holdfast.frozen import changed, fields_of
 from holdfast.log import Logger
-from holdfast.observe.dashboard.serving import Service, serve
+from holdfast.observe.dashboard.serving import DEFAULT_ADDRESS, DEFAULT_LINGER_S, Service, serve
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.coordinator import launch
 from holdfast.signals import SignalException
@@ -43,8 +43,14 @@ _ENDED = "ended"
 # In the agent.
 
 
-def start(run_id: str, *, service: Service) -> None:
-    """Waits for nothing."""
+def start(run_id: str, *, addr: str | None = None, linger_s: float | None = None, token_file: str = "") -> None:
+    """Waits for nothing. Given the run's `token_file`, the page can end the run."""
+    service = Service(
+        DEFAULT_ADDRESS if addr is None else addr,
+        DEFAULT_LINGER_S if linger_s is None else linger_s,
+        os.path.abspath(token_file) if token_file else "",
+        address_option="--dashboard-addr",
+    )
     try:
         threading.Thread(target=keep, args=(run_id, service), name="holdfast-dashboard", daemon=True).start()
     except RuntimeError as error:
