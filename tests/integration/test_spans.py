@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from holdfast.telemetry import spans
+from holdfast.telemetry import background, spans
 from holdfast.telemetry.history import History
 from tests import support
 from tests.e2e.command import COMMAND, clean_environment
@@ -105,7 +105,7 @@ class Collector:
     def __init__(self, answers: bool) -> None:
         self.spans: list[Any] = []
         self.service_names: set[str] = set()
-        self.may_end = threading.Event()
+        self.may_end, self.has_spans = threading.Event(), threading.Event()
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -118,6 +118,15 @@ class Collector:
                     collector.service_names |= {each.value.string_value for each in named}
                     for scope in resource.scope_spans:
                         collector.spans.extend(scope.spans)
+                        collector.has_spans.set()
+                self.do_answer()
+
+            def do_GET(self) -> None:
+                """Answers when the first spans are here."""
+                collector.has_spans.wait(support.DEADLINE_S)
+                self.do_answer()
+
+            def do_answer(self) -> None:
                 self.send_response(200)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
@@ -143,8 +152,11 @@ def collector(answers: bool = True) -> Iterator[Collector]:
         place.server.server_close()
 
 
-def holdfast_run(tmp_path: Path, **variables: str) -> str:
-    script = support.write_script(tmp_path / "job.py", "print('worked')")
+AWAIT_SPANS = "import urllib.request\nurllib.request.urlopen({!r}).read()\nprint('worked')"
+
+
+def holdfast_run(tmp_path: Path, job: str = "print('worked')", **variables: str) -> str:
+    script = support.write_script(tmp_path / "job.py", job)
     done = subprocess.run(
         [COMMAND, "run", "--standalone", "--rdzv-id", "job7", script],
         capture_output=True, text=True, timeout=120, cwd=tmp_path, env={**clean_environment(), **variables},
@@ -154,15 +166,19 @@ def holdfast_run(tmp_path: Path, **variables: str) -> str:
 
 
 def test_the_command_sends_spans_to_the_endpoint_in_the_environment(tmp_path: Path) -> None:
+    """The job waits for the first spans: on a busy machine the import of the packages may take longer than the job, and
+    the end of the run does not wait for it."""
     with collector() as place:
-        said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=place.endpoint)
+        soon = {"job": AWAIT_SPANS.format(place.endpoint), "OTEL_BSP_SCHEDULE_DELAY": "50"}
+        said = holdfast_run(tmp_path, **soon, OTEL_EXPORTER_OTLP_ENDPOINT=place.endpoint)
         assert {span.name for span in place.spans} == {
             "run job7", "joining", "round 1", "starting", "running", "finished",
         }  # fmt: skip
         assert place.service_names == {"holdfast"}
         assert "span" not in said
         traces = f"{place.endpoint}/v1/traces"
-        holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=traces, OTEL_SERVICE_NAME="mine")
+        place.has_spans.clear()
+        holdfast_run(tmp_path, **soon, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=traces, OTEL_SERVICE_NAME="mine")
         assert place.service_names == {"holdfast", "mine"}
 
 
@@ -223,10 +239,10 @@ def test_when_they_are_wanted(monkeypatch: pytest.MonkeyPatch, variables: dict[s
 def test_a_queue_that_is_full_loses_spans_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(spans, "_provider", lambda: gate.wait(support.DEADLINE_S) and None)
-    monkeypatch.setattr(spans, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(background, "CLOSE_LIMIT_S", 0.01)
     tracing = spans.Tracing({"run_id": "job7"})
     history = History()
-    for number in range(3 * spans._QUEUE_LENGTH):
+    for number in range(3 * background._MOST_ITEMS):
         tracing.follow(history, (history := history.enter(f"phase {number}", float(number))))
     tracing.close()
     gate.set()

@@ -16,6 +16,7 @@ queued for it. One thread runs this; what waits for the run (`Watch`) is called 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -23,7 +24,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -214,23 +215,24 @@ class Dashboard:
     async def _events(self, request: Request) -> Response:
         if len(self._pages) >= _MOST_PAGES:
             return PlainTextResponse(f"{_MOST_PAGES} pages are open already.\n", 503)
-        return EventStream(self._stream)
+        return StreamingResponse(self._stream(), media_type="text/event-stream")
 
-    async def _stream(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _stream(self) -> AsyncIterator[bytes]:
         page = Page()
         self._pages[page.id] = page
         self.watch.set_watched(True)
         facts = {**self._facts, "page": page.id, "may_stop": self._may_stop, "beat_s": _BEAT_S}
         try:
-            await send(b"retry: 2000\n" + _event("hello", facts))
+            yield b"retry: 2000\n" + _event("hello", facts)
             while True:
                 news = self._news_for(page)
                 if self._goodbye:
-                    await send(news + _event("bye", {"text": self._goodbye}))
+                    yield news + _event("bye", {"text": self._goodbye})
                     return
-                await send(news or _event("beat", {}))
-                if not page.wakeup.is_set():
-                    await _within(page.wakeup.wait(), _BEAT_S)
+                yield news or _event("beat", {})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_BEAT_S):
+                        await page.wakeup.wait()
                 page.wakeup.clear()
         finally:
             del self._pages[page.id]
@@ -408,7 +410,8 @@ class Guarded:
                 has_begun = True
                 extra = [(name.lower().encode(), value.encode()) for name, value in access.HEADERS.items()]
                 message = {**message, "headers": [*message["headers"], *extra]}
-            await send(message)
+            async with asyncio.timeout(_SEND_LIMIT_S):
+                await send(message)
 
         problem = self._objection(request)
         refusal = PlainTextResponse(f"{problem}\n", 403, {"Connection": "close"})
@@ -427,43 +430,6 @@ class Guarded:
         key = request.query_params.get("key") if request.url.path == "/" else None
         has_key = self._guard.opens(key) if key is not None else self._guard.knows(request.headers)
         return "" if has_key else access.WRONG_KEY
-
-
-class EventStream(Response):
-    """A response that goes on until the browser hangs up, does not read, or the stream ends."""
-
-    def __init__(self, stream: Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]]) -> None:
-        super().__init__(media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
-        async def send_piece(body: bytes) -> None:
-            async with asyncio.timeout(_SEND_LIMIT_S):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        stream = asyncio.ensure_future(self._stream(send_piece))
-        hung_up = asyncio.ensure_future(_hang_up(receive))
-        await asyncio.wait([stream, hung_up], return_when=asyncio.FIRST_COMPLETED)
-        for task in (stream, hung_up):
-            task.cancel()
-        await asyncio.gather(stream, hung_up, return_exceptions=True)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _within(awaitable: Awaitable[Any], timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await awaitable
-    except TimeoutError:
-        pass
 
 
 async def _body(request: Request) -> dict[str, Any]:
