@@ -187,14 +187,6 @@ def test_a_connection_that_is_lost_and_found(page: Any) -> None:
     page.wrong = [each for each in page.wrong if not re.search("403|ERR_CONNECTION_REFUSED|ERR_INCOMPLETE", each)]
 
 
-def test_a_wrong_key(page: Any) -> None:
-    with dashboard_stage.stage(StandIn(2, 2)) as stage:
-        answer = page.goto(stage.url[:-1])
-        assert answer.status == 403
-        assert text_of(page, "body").startswith("This needs the key that is in the URL")
-    page.wrong = [each for each in page.wrong if "403" not in each]
-
-
 class OtherSite(BaseHTTPRequestHandler):
     """Another site, whose page posts to the dashboard in every way that a page can."""
 
