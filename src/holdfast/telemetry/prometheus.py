@@ -149,7 +149,7 @@ def run_page(status: Status) -> Page:
 
 
 class _Families(list[Metric]):
-    """What `generate_latest` wants."""
+    """In the form that `generate_latest` takes."""
 
     def collect(self) -> Iterable[Metric]:
         return self

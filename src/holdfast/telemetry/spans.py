@@ -99,7 +99,7 @@ class Tracing:
 
 
 def _provider() -> tuple[TracerProvider, bool] | None:
-    """That of the program, else one of our own for the endpoint in the environment; None without the packages."""
+    """The program's provider, else a new one for the endpoint in the environment; None without the packages."""
     try:
         from opentelemetry import trace
         from opentelemetry.sdk import trace as sdk
@@ -123,7 +123,7 @@ def _provider() -> tuple[TracerProvider, bool] | None:
 
 
 def _exporter() -> Any:
-    """It reads the rest of the environment itself."""
+    """The exporter reads the rest of the environment itself."""
     names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next((os.environ[name] for name in names if os.environ.get(name)), "http/protobuf")
     kind = "grpc" if protocol == "grpc" else "http"
@@ -131,7 +131,7 @@ def _exporter() -> Any:
 
 
 def _speak_once(library: logging.Logger) -> None:
-    """An exporter that fails says so for each batch and each retry; people need to know it once."""
+    """A failing exporter logs each batch and each retry. Log the first line only."""
 
     class Once(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -88,7 +88,7 @@ class Page:
         self._waiting_bytes = 0
 
     def put(self, event: str, data: Any) -> None:
-        """For its log: of what it does not read, the newest stays."""
+        """For the page's log. If the page does not read, the oldest texts are dropped."""
         text = _event(event, data)
         self._texts.append(text)
         self._waiting_bytes += len(text)
@@ -242,7 +242,7 @@ class Dashboard:
     async def _worker(self, request: Request) -> Response:
         rank = request.query_params.get("rank", "")
         if not rank.isdecimal() or len(rank) > 9:
-            return _problem("rank is no number")
+            return _problem("rank is not a number")
         return await self._asked(self.watch.worker, int(rank))
 
     async def _follow(self, request: Request) -> Response:
@@ -250,7 +250,7 @@ class Dashboard:
         page, rank, stream, attempt = (body.get(name) for name in ("page", "rank", "stream", "attempt"))
         known = self._pages.get(page) if isinstance(page, str) else None
         if known is None:
-            return _problem("there is no such page; reload it")
+            return _problem("unknown page; reload it")
         self._unfollow(known)
         if rank is None:
             return JSONResponse({})
@@ -276,7 +276,7 @@ class Dashboard:
                     log.task.cancel()
 
     async def _read(self, log: Log) -> None:
-        """Until no page wants it any more. After the end of the run the file does not grow."""
+        """Until no page follows the log, or the run has ended and the log is read to its end."""
         rank, stream, attempt = log.key
         follower, problem = Follower(attempt), ""
         while True:
@@ -298,14 +298,14 @@ class Dashboard:
                     log.tell({"text": "", "note": "", "problem": problem})
                 if was_over:
                     return
-            except Exception:  # Of an answer that makes no sense. It may be another one later.
+            except Exception:  # The answer is malformed. The next one may be good.
                 logger.debug("a log cannot be read", exc_info=True)
             await asyncio.sleep(_LOG_EVERY_S)
 
     async def _take_stacks(self, request: Request) -> Response:
         rank = (await _body(request)).get("rank")
         if type(rank) is not int:
-            return _problem("rank is no number")
+            return _problem("rank is not a number")
         if self._stacks.locked():
             return _problem("stacks are being taken already; try again in a moment")
         async with self._stacks:
@@ -341,7 +341,7 @@ class Dashboard:
 
 def server_for(app: ASGIApp) -> uvicorn.Server:
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi"):
-        logging.getLogger(name).disabled = True  # It would say on the terminal what it does with each request.
+        logging.getLogger(name).disabled = True  # It would print a line for each request.
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -393,7 +393,7 @@ class BoundedProtocol(H11Protocol):
 
 
 class Guarded:
-    """Refuses what must not be answered, and adds the headers to everything else."""
+    """Refuses requests that `Access` does not allow, and adds the headers to all answers."""
 
     def __init__(self, app: ASGIApp, guard: Access) -> None:
         self._app, self._guard = app, guard
@@ -433,7 +433,7 @@ class Guarded:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object in it; an empty one for anything else."""
+    """The JSON object in the request's body; an empty one if there is none."""
     data = b""
     async for piece in request.stream():
         data += piece
