@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from pathlib import Path
@@ -147,14 +146,6 @@ def test_a_node_that_is_refused(holdfast: Holdfast) -> None:
     assert events[-1]["state"] == "error"
 
 
-@pytest.mark.parametrize("path", ["no/such/directory/events.jsonl", "."])
-def test_a_file_that_cannot_be_is_an_error_at_once(holdfast: Holdfast, path: str) -> None:
-    holdfast.script(JOB)
-    ended = holdfast.run("--events-file", path, "job.py", "go", "go")
-    assert ended.code == 2
-    assert "--events-file" in ended.last
-
-
 def test_a_full_disk_loses_events_and_nothing_else(holdfast: Holdfast, small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(b"x" * ((256 << 10) - 4096))
     holdfast.script(JOB)
@@ -164,18 +155,3 @@ def test_a_full_disk_loses_events_and_nothing_else(holdfast: Holdfast, small_dis
     assert ended.code == 0, str(ended)
     lost = [line for line in ended.own if "events are lost" in line]
     assert len(lost) == 1, str(ended)
-
-
-def test_a_reader_that_reads_nothing_delays_nothing(holdfast: Holdfast, tmp_path: Path) -> None:
-    """It opens the FIFO, so that the agent can, and lets it fill up."""
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    holdfast.script(JOB)
-    reader = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
-    try:
-        support.fill(reader)
-        ended = holdfast.run("--events-file", str(fifo), "job.py", "go", "go")
-    finally:
-        os.close(reader)
-    assert ended.code == 0, str(ended)
-    assert len([line for line in ended.own if "events are lost" in line]) == 1

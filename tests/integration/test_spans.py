@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from holdfast.telemetry import background, spans
-from holdfast.telemetry.history import History
+from holdfast.telemetry import spans
 from tests import support
 from tests.e2e.command import COMMAND, clean_environment
 
@@ -100,19 +99,17 @@ def test_an_exporter_that_fails_or_hangs_does_not_touch_the_job(tmp_path: Path, 
 
 
 class Collector:
-    """An endpoint that takes spans as OTLP over HTTP; `answers` is False for one that never answers."""
+    """An endpoint that takes spans as OTLP over HTTP."""
 
-    def __init__(self, answers: bool) -> None:
+    def __init__(self) -> None:
         self.spans: list[Any] = []
         self.service_names: set[str] = set()
-        self.may_end, self.has_spans = threading.Event(), threading.Event()
+        self.has_spans = threading.Event()
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                if not answers:
-                    collector.may_end.wait(support.DEADLINE_S)
                 for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
                     named = [each for each in resource.resource.attributes if each.key == "service.name"]
                     collector.service_names |= {each.value.string_value for each in named}
@@ -139,14 +136,13 @@ class Collector:
 
 
 @contextmanager
-def collector(answers: bool = True) -> Iterator[Collector]:
-    place = Collector(answers)
+def collector() -> Iterator[Collector]:
+    place = Collector()
     thread = threading.Thread(target=place.server.serve_forever)
     thread.start()
     try:
         yield place
     finally:
-        place.may_end.set()
         place.server.shutdown()
         thread.join()
         place.server.server_close()
@@ -190,12 +186,6 @@ def test_an_endpoint_that_refuses_is_at_most_a_warning(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-def test_an_endpoint_that_never_answers_delays_the_end_by_little(tmp_path: Path) -> None:
-    with collector(answers=False) as place:
-        said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=place.endpoint)
-        assert "holdfast: the last spans could not be sent within 2 s" in said
-
-
 def test_an_exporter_that_is_not_installed_is_a_warning(tmp_path: Path) -> None:
     said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1", OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
     assert "holdfast: no spans from here on: ModuleNotFoundError: " in said
@@ -234,15 +224,3 @@ def test_without_the_packages_nothing_happens(tmp_path: Path) -> None:
 def test_when_they_are_wanted(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], are_wanted: bool) -> None:
     monkeypatch.delitem(sys.modules, "opentelemetry.sdk.trace", raising=False)
     assert spans.are_wanted(variables) == are_wanted
-
-
-def test_a_queue_that_is_full_loses_spans_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr(spans, "_provider", lambda: gate.wait(support.DEADLINE_S) and None)
-    monkeypatch.setattr(background, "CLOSE_LIMIT_S", 0.01)
-    tracing = spans.Tracing({"run_id": "job7"})
-    history = History()
-    for number in range(3 * background._MOST_ITEMS):
-        tracing.follow(history, (history := history.enter(f"phase {number}", float(number))))
-    tracing.close()
-    gate.set()
