@@ -260,13 +260,6 @@ def test_an_agent_alone_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert support.get_json(port)[0] == 0
 
 
-def test_a_taken_port_costs_a_warning_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert elastic_launch(config(health_port=port), "true")() == {0: None}
-    assert [message for message in caplog.messages if "health" in message] == [f"no health check: port {port} is taken"]
-
-
 class AskingHandler(StandaloneRendezvous):
     """Asks how the agent is, while the handler is being made and while it is being shut down."""
 

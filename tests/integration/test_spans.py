@@ -3,13 +3,10 @@ exporters that fail or hang."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from holdfast.telemetry import spans
 from tests import support
 from tests.e2e.command import COMMAND, clean_environment
+from tests.post_receiver import PostReceiver
 
 # A program that traces itself, and holdfast in it. {exporter} makes the exporter.
 TRACED = """
@@ -98,54 +96,14 @@ def test_an_exporter_that_fails_or_hangs_does_not_touch_the_job(tmp_path: Path, 
     assert ("could not be sent within 2 s" in said) == (exporter == "Hanging")
 
 
-class Collector:
-    """An endpoint that takes spans as OTLP over HTTP."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.service_names: set[str] = set()
-        self.has_spans = threading.Event()
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    named = [each for each in resource.resource.attributes if each.key == "service.name"]
-                    collector.service_names |= {each.value.string_value for each in named}
-                    for scope in resource.scope_spans:
-                        collector.spans.extend(scope.spans)
-                        collector.has_spans.set()
-                self.do_answer()
-
-            def do_GET(self) -> None:
-                """Answers when the first spans are here."""
-                collector.has_spans.wait(support.DEADLINE_S)
-                self.do_answer()
-
-            def do_answer(self) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
-
-
-@contextmanager
-def collector() -> Iterator[Collector]:
-    place = Collector()
-    thread = threading.Thread(target=place.server.serve_forever)
-    thread.start()
-    try:
-        yield place
-    finally:
-        place.server.shutdown()
-        thread.join()
-        place.server.server_close()
+def spans_at(place: PostReceiver) -> tuple[set[str], set[str]]:
+    """The names of all spans and services that were posted as OTLP over HTTP."""
+    names, services = set(), set()
+    while not place.posts.empty():
+        for resource in ExportTraceServiceRequest.FromString(place.posts.get()[2]).resource_spans:
+            services |= {each.value.string_value for each in resource.resource.attributes if each.key == "service.name"}
+            names |= {span.name for scope in resource.scope_spans for span in scope.spans}
+    return names, services
 
 
 AWAIT_SPANS = "import urllib.request\nurllib.request.urlopen({!r}).read()\nprint('worked')"
@@ -164,18 +122,16 @@ def holdfast_run(tmp_path: Path, job: str = "print('worked')", **variables: str)
 def test_the_command_sends_spans_to_the_endpoint_in_the_environment(tmp_path: Path) -> None:
     """The job waits for the first spans: on a busy machine the import of the packages may take longer than the job, and
     the end of the run does not wait for it."""
-    with collector() as place:
-        soon = {"job": AWAIT_SPANS.format(place.endpoint), "OTEL_BSP_SCHEDULE_DELAY": "50"}
-        said = holdfast_run(tmp_path, **soon, OTEL_EXPORTER_OTLP_ENDPOINT=place.endpoint)
-        assert {span.name for span in place.spans} == {
-            "run job7", "joining", "round 1", "starting", "running", "finished",
-        }  # fmt: skip
-        assert place.service_names == {"holdfast"}
+    expected = {"run job7", "joining", "round 1", "starting", "running", "finished"}
+    with contextlib.closing(PostReceiver()) as place:
+        soon = {"job": AWAIT_SPANS.format(place.url), "OTEL_BSP_SCHEDULE_DELAY": "50"}
+        said = holdfast_run(tmp_path, **soon, OTEL_EXPORTER_OTLP_ENDPOINT=place.url)
+        assert spans_at(place) == (expected, {"holdfast"})
         assert "span" not in said
-        traces = f"{place.endpoint}/v1/traces"
-        place.has_spans.clear()
+        place.has_posts.clear()
+        traces = f"{place.url}/v1/traces"
         holdfast_run(tmp_path, **soon, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=traces, OTEL_SERVICE_NAME="mine")
-        assert place.service_names == {"holdfast", "mine"}
+        assert spans_at(place) == (expected, {"mine"})
 
 
 def test_an_endpoint_that_refuses_is_at_most_a_warning(tmp_path: Path) -> None:

@@ -160,31 +160,6 @@ def test_the_port_is_released_although_the_callback_hangs(monkeypatch: pytest.Mo
         may_end.set()
 
 
-def test_a_forked_process_does_not_keep_the_port() -> None:
-    with serving() as server:
-        port = server.port
-        gate_read, gate_write = os.pipe()
-        done_read, done_write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            server.stop()  # Nothing of the parent's is touched.
-            os.write(done_write, b".")
-            os.read(gate_read, 1)
-            os._exit(0)
-        try:
-            os.read(done_read, 1)
-            assert support.get_json(port) == (200, ALIVE)
-            server.stop()
-            with socket.create_server(("", port)):
-                pass
-        finally:
-            os.write(gate_write, b".")
-            os.waitpid(child, 0)
-            os.close(gate_read)
-            for fd in (gate_write, done_read, done_write):
-                os.close(fd)
-
-
 # Callers that mean no good.
 
 
