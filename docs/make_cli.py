@@ -9,10 +9,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli import bundle, coordinator, doctor, logs, stacks, status, stop, submit, token, top
+from holdfast.cli import bundle, coordinator, dashboard, doctor, logs, stacks, status, stop, submit, token, top
 from holdfast.cli.arguments import parser
 from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE, Option
-from holdfast.cli.dashboard import command as dashboard
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
 

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast import loop
-from holdfast.cli.dashboard import server
-from holdfast.cli.dashboard.access import Access
-from holdfast.cli.dashboard.watch import Watch
 from holdfast.cli.runs import RemoteRun
 from holdfast.errors import HostError
+from holdfast.observe.dashboard import server
+from holdfast.observe.dashboard.access import Access
+from holdfast.observe.dashboard.watch import Watch
 from tests import support
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -94,7 +94,7 @@ class Stage:
 
     def __init__(self, run: StandIn, *, may_stop: bool = False, port: int = 0) -> None:
         self.run = run
-        self.guard = Access.fresh([])
+        self.guard = Access.for_names([])
         self._may_stop = may_stop
         self.port = port
         self.begin()

@@ -164,5 +164,5 @@ def refused(scene: Scene, *args: str, code: int, env: dict[str, str] | None = No
 
 def beside(log: str) -> tuple[Dashboard, int] | None:
     """The dashboard that an agent has started, by its log, and its pid."""
-    found = re.search(r"holdfast: dashboard: (http://\S+) \(process (\d+)\)", log)
+    found = re.search(r"holdfast: dashboard: (http://\S+) \(process (\d+), ", log)
     return (Dashboard(found[1]), int(found[2])) if found else None

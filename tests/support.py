@@ -9,6 +9,7 @@ import functools
 import http.client
 import importlib.util
 import itertools
+import json
 import os
 import random
 import select
@@ -46,6 +47,19 @@ def get_page(port: int, path: str = "/", status: int = 200) -> str:
         body = answer.read().decode()
         assert answer.status == status, body
         return body
+    finally:
+        connection.close()
+
+
+def get_json(port: int, path: str = "/", method: str = "GET", host: str = "127.0.0.1") -> tuple[int, Any]:
+    """Status and content; 0 if nothing answers there."""
+    connection = http.client.HTTPConnection(host, port, timeout=DEADLINE_S)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or "{}")
+    except ConnectionError:
+        return 0, {}
     finally:
         connection.close()
 
@@ -336,6 +350,16 @@ def _ports() -> Iterator[int]:
     ports = range(10_000 + own, max(first_of_kernel, 20_000), _PORT_SHARES)
     usable = [port for port in ports if port % 10_000 not in DOCUMENTED_PORTS]
     return itertools.cycle(random.SystemRandom().sample(usable, len(usable)))
+
+
+def events_to(path: Path) -> str:
+    """A destination for events: one line each in that file."""
+    import logging
+
+    from holdfast.telemetry import events
+
+    events.register_handler(str(path), lambda: logging.FileHandler(path))
+    return str(path)
 
 
 def free_port() -> int:

@@ -28,7 +28,8 @@ _BASE = {
 }
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
-    "cli": {"hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "cli": {"observe", "hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "observe": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: the questions to a run (cli/runs.py)
     "hosts": {"launcher", "agent"} | _BELOW_AGENT,
     "testing": {"hosts", "rendezvous"} | _BASE,
     "launcher": {"agent"} | _BELOW_AGENT,

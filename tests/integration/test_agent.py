@@ -798,15 +798,6 @@ def test_one_start_of_eight_workers_makes_ten_events(recorded: list[events.Event
     assert names == ["RENDEZVOUS", "ASSIGN_WORKER_RANKS", *["START"] * 8, *["SUCCEEDED"] * 8]
 
 
-def test_events_in_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    make_agent("true", local_world_size=1, event_log_handler=f"file:{path}").run()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["name"].rpartition(".")[2] for line in lines] == [
-        "RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "SUCCEEDED",
-    ]  # fmt: skip
-
-
 def test_the_events_of_the_agent_itself(recorded: list[events.Event]) -> None:
     agent = make_agent("true", event_log_handler="test")
     assert agent.get_event_succeeded().name == "torchelastic.worker.status.SUCCEEDED"

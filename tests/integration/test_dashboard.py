@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.dashboard import beside, server
+from holdfast.observe.dashboard import beside, server
+from holdfast.observe.dashboard.serving import Service
 from holdfast.rendezvous.coordinator import launch
-from tests import dashboards, nodes, support
+from tests import dashboard_stage, dashboards, nodes, support
 from tests.dashboards import Dashboard
 from tests.nodes import Scene
 
@@ -84,7 +86,11 @@ def test_the_failure_report(scene: Scene, token: str, way: str) -> None:
     for name in "ab":
         scene.start(name, "2", "--nproc-per-node", "2", "--token-file", token, close_linger="20")
     scene.await_world(4)
-    there = ["--rdzv-endpoint", f"127.0.0.1:{scene.port}", "--token-file", token] if way == "endpoint" else []
+    there = ["--rdzv-endpoint", f"127.0.0.1:{scene.port}", "--token-file"] if way == "endpoint" else []
+    if there:
+        wrong = support.write_secret(scene.home / "wrong", "x" * 32)
+        assert "token" in dashboards.refused(scene, scene.run_id, *there, wrong, code=1)
+        there.append(token)
     dashboard = dashboards.start(scene, scene.run_id, *NOW, *there)
     page = dashboard.events()
     page.until(lambda picture: picture["run"]["state"] == "running")
@@ -182,46 +188,47 @@ def test_a_run_on_one_host_without_a_coordinator(scene: Scene) -> None:
 # Who may do what.
 
 
-def test_without_the_key_there_is_one_line(scene: Scene) -> None:
-    start_two(scene)
-    dashboard = dashboards.start(scene, scene.run_id, *NOW)
-    own = dashboard.own
+@pytest.fixture
+def staged() -> Iterator[Dashboard]:
+    """The real server in this process, and a stand-in for the run."""
+    with dashboard_stage.stage(dashboard_stage.StandIn(2, 2), may_stop=True) as stage:
+        yield Dashboard(stage.url)
+
+
+def test_without_the_key_there_is_one_line(staged: Dashboard) -> None:
+    own = staged.own
     for path in ("/", "/?key=wrong", "/?key=", "/page.js", "/events", "/worker?rank=0", "/nothing"):
-        status, headers, text = dashboard.request("GET", path)
+        status, headers, text = staged.request("GET", path)
         assert (status, len(text.splitlines())) == (403, 1), path
         assert "set-cookie" not in headers
-    assert dashboard.request("GET", "/", headers={"Cookie": "holdfast-00000000=x"})[0] == 403
+    assert staged.request("GET", "/", headers={"Cookie": "holdfast-00000000=x"})[0] == 403
     for path in ("/stop", "/stacks", "/log"):
-        assert dashboard.request("POST", path, {}, {"Origin": own["Origin"]})[0] == 403
+        assert staged.request("POST", path, {}, {"Origin": own["Origin"]})[0] == 403
     # With the key, and then with the cookie that it was moved to.
-    status, headers, text = dashboard.request("GET", f"/?key={dashboard.key}")
+    status, headers, text = staged.request("GET", f"/?key={staged.key}")
     assert (status, 'http-equiv="refresh"' in text) == (200, True)
     assert "HttpOnly; SameSite=Strict" in headers["set-cookie"]
-    status, headers, text = dashboard.request("GET", "/", headers=own)
+    status, headers, text = staged.request("GET", "/", headers=own)
     assert (status, text.startswith("<!doctype html>")) == (200, True)
     assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
     assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
-    assert dashboard.request("GET", "/nothing", headers=own)[0] == 404
-    assert dashboard.request("GET", "/../server.py", headers=own)[0] == 404
-    assert dashboard.request("DELETE", "/", headers=own)[0] == 405
-    end(scene, dashboard)
+    paths = {"/nothing": 404, "/../server.py": 404}
+    assert {path: staged.request("GET", path, headers=own)[0] for path in paths} == paths
+    assert staged.request("DELETE", "/", headers=own)[0] == 405
 
 
-def test_another_site_gets_nothing(scene: Scene, token: str) -> None:
-    start_two(scene)
-    dashboard = dashboards.start(scene, scene.run_id, *NOW, "--token-file", token)
-    own = dashboard.own
-    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{dashboard.port + 1}"):
+def test_another_site_gets_nothing(staged: Dashboard) -> None:
+    own = staged.own
+    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{staged.port + 1}"):
         for method, path in (("POST", "/stop"), ("POST", "/stacks"), ("GET", "/events"), ("GET", "/")):
-            status, _, text = dashboard.request(method, path, {"rank": 0}, {**own, "Origin": origin})
+            status, _, text = staged.request(method, path, {"rank": 0}, {**own, "Origin": origin})
             assert (status, len(text.splitlines())) == (403, 1), (origin, path)
     # By a name that another site has turned on this host.
-    rebound = {**dashboard.cookie, "Host": f"evil.example:{dashboard.port}"}
-    assert dashboard.request("GET", f"/?key={dashboard.key}", headers=rebound)[0] == 403
-    assert dashboard.request("POST", "/stop", {}, {**rebound, "Origin": f"http://{rebound['Host']}"})[0] == 403
+    rebound = {**staged.cookie, "Host": f"evil.example:{staged.port}"}
+    assert staged.request("GET", f"/?key={staged.key}", headers=rebound)[0] == 403
+    assert staged.request("POST", "/stop", {}, {**rebound, "Origin": f"http://{rebound['Host']}"})[0] == 403
     # A form of another site cannot send a POST without an origin, but other programs can.
-    assert dashboard.request("POST", "/stop", {}, dashboard.cookie)[0] == 403
-    end(scene, dashboard)
+    assert staged.request("POST", "/stop", {}, staged.cookie)[0] == 403
 
 
 def test_the_page_stops_the_run_only_with_the_token(scene: Scene, token: str) -> None:
@@ -239,21 +246,6 @@ def test_the_page_stops_the_run_only_with_the_token(scene: Scene, token: str) ->
     assert last["run"]["sentence"] == "The run has been closed: enough."
     assert scene.ended() == {"a": 94, "b": 94}
     assert (reader.wait(), writer.wait()) == (0, 0)
-
-
-def test_by_endpoint_the_coordinator_checks_the_token(scene: Scene, token: str, tmp_path: Path) -> None:
-    start_two(scene, "--token-file", token, close_linger="20")
-    there = [scene.run_id, "--rdzv-endpoint", f"127.0.0.1:{scene.port}"]
-    wrong = support.write_secret(tmp_path / "wrong", "x" * 32)
-    assert "token" in dashboards.refused(scene, *there, "--token-file", wrong, code=1)
-    dashboard = dashboards.start(scene, *there, "--token-file", token, *NOW)
-    page = dashboard.events()
-    page.until(all_run)
-    assert dashboard.request("POST", "/stop", {}, dashboard.own)[0] == 200
-    assert page.until(lambda picture: picture["run"]["is_over"])["run"]["state"] == "closed"
-    page.next("bye")
-    assert scene.ended() == {"a": 94, "b": 94}
-    assert dashboard.wait() == 0
 
 
 def test_an_address_that_others_can_reach_needs_the_token(scene: Scene, token: str) -> None:
@@ -302,59 +294,76 @@ def test_without_the_packages(scene: Scene) -> None:
     reason = "the package uvicorn is missing: pip install 'holdfast[dashboard]'"
     env = {"PYTHONPATH": str(broken)}
     assert dashboards.refused(scene, code=1, env=env) == f"holdfast dashboard: error: {reason}"
-    script = support.write_script(scene.home / "short.py", "import time\ntime.sleep(10)\n")
-    done = scene.run("run", "--standalone", "--dashboard", script, env=env)
-    assert done.returncode == 0, "the job goes on"
-    assert [line for line in done.stderr.splitlines() if "dashboard" in line] == [f"holdfast: no dashboard: {reason}"]
 
 
-def test_pages_and_logs_are_counted(scene: Scene) -> None:
-    start_two(scene, "--tee", "3", "--log-dir", "logs")
-    dashboard = dashboards.start(scene, scene.run_id, *NOW)
-    pages = [dashboard.events() for _ in range(server._MOST_PAGES)]
-    assert dashboard.events().status == 503
-    for page in pages:
-        page.until(lambda picture: picture["run"]["round"] == 1)
-    own = dashboard.own
+def test_pages_and_logs_are_counted(staged: Dashboard) -> None:
+    pages = [staged.events() for _ in range(server._MOST_PAGES)]
+    assert staged.events().status == 503
+    own = staged.own
 
     def follow(page: dashboards.Events, attempt: int) -> int:
         wish = {"page": page.hello["page"], "rank": 0, "stream": "stdout", "attempt": attempt}
-        return dashboard.request("POST", "/log", wish, own)[0]
+        return staged.request("POST", "/log", wish, own)[0]
 
     most = server._MOST_LOGS
     assert [follow(page, number) for number, page in enumerate(pages[: most + 1])] == [200] * most + [400]
     assert follow(pages[most], 0) == 200, "one that is followed already costs nothing more"
     for page in pages:
         page.close()
-    assert support.wait_until(lambda: dashboard.events().status == 200, "there is room again")
+    assert support.wait_until(lambda: staged.events().status == 200, "there is room again")
     big = b"{" + b" " * 100_000
-    assert dashboard.request("POST", "/stacks", big, own)[0] == 400
-    assert dashboard.request("POST", "/log", {"page": "other", "rank": 0, "stream": "stdout"}, own)[0] == 400
-    end(scene, dashboard)
+    assert staged.request("POST", "/stacks", big, own)[0] == 400
+    assert staged.request("POST", "/log", {"page": "other", "rank": 0, "stream": "stdout"}, own)[0] == 400
 
 
-def test_a_connection_that_asks_nothing_is_closed(scene: Scene) -> None:
-    start_two(scene)
-    dashboard = dashboards.start(scene, scene.run_id, *NOW)
-    with socket.create_connection((dashboard.host, dashboard.port), timeout=dashboards.DEADLINE_S) as silent:
-        assert silent.recv(1) == b""
-    end(scene, dashboard)
+QUESTION = b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n"
 
 
-def test_a_page_that_does_not_read_does_not_hold_up_others(scene: Scene) -> None:
-    start_two(scene)
-    dashboard = dashboards.start(scene, scene.run_id, *NOW)
-    head = "".join(f"{name}: {value}\r\n" for name, value in dashboard.cookie.items())
+@pytest.mark.parametrize("said", [b"", b"G", QUESTION, QUESTION + b"\r\nG"])
+def test_connections_without_the_key_do_not_lock_the_owner_out(staged: Dashboard, said: bytes) -> None:
+    """The last of them has an answer, and then stalls."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(server._MOST_CONNECTIONS + 10):
+            sock = opened.enter_context(socket.create_connection((staged.host, staged.port), dashboards.DEADLINE_S))
+            sock.sendall(said)
+            if b"\r\n\r\n" in said:
+                assert sock.recv(4096).startswith(b"HTTP/1.1 403 ")
+        assert staged.request("GET", "/page.js", headers=staged.own)[0] == 200
+
+
+def test_clients_with_the_key_stay_and_then_there_is_no_room(staged: Dashboard) -> None:
+    cookie = "".join(f"{name}: {value}\r\n" for name, value in staged.cookie.items()).encode()
+    with contextlib.ExitStack() as opened:
+        for _ in range(server._MOST_CONNECTIONS):
+            sock = opened.enter_context(socket.create_connection((staged.host, staged.port), dashboards.DEADLINE_S))
+            sock.sendall(QUESTION + cookie + b"\r\n")
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert staged.request("GET", "/page.js")[0] == 503
+
+
+@pytest.mark.parametrize("with_key", [False, True])
+def test_a_request_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, with_key: bool) -> None:
+    monkeypatch.setattr(server, "_HEAD_LIMIT_S", 0.3)
+    with dashboard_stage.stage(dashboard_stage.StandIn(1, 1)) as stage:
+        dashboard = Dashboard(stage.url)
+        with socket.create_connection((dashboard.host, dashboard.port), dashboards.DEADLINE_S) as sock:
+            if with_key:
+                cookie = dashboard.cookie["Cookie"].encode()
+                sock.sendall(QUESTION + b"Cookie: " + cookie + b"\r\n\r\nGET / HTTP/1.1\r\n")
+            while sock.recv(1 << 16):
+                pass
+
+
+def test_a_page_that_does_not_read_does_not_hold_up_others(staged: Dashboard) -> None:
+    cookie = "".join(f"{name}: {value}\r\n" for name, value in staged.cookie.items())
     with socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        stuck.connect((dashboard.host, dashboard.port))
-        stuck.sendall(f"GET /events HTTP/1.1\r\nHost: {dashboard.host}\r\n{head}\r\n".encode())
-        page = dashboard.events()
-        page.until(all_run)
-        scene.order("exit 3", round=1, rank=2)
-        page.until(lambda picture: picture["run"]["round"] == 2 and all_run(picture))
+        stuck.connect((staged.host, staged.port))
+        stuck.sendall(f"GET /events HTTP/1.1\r\nHost: {staged.host}\r\n{cookie}\r\n".encode())
+        page = staged.events()
+        page.until(lambda picture: picture["run"]["round"] == 1)
+        page.next("change")
         page.close()
-    end(scene, dashboard)
 
 
 # Beside an agent.
@@ -393,8 +402,7 @@ def test_it_ends_by_itself_after_a_killed_agent(scene: Scene, token: str) -> Non
     assert scene.ended() == {"a": -signal.SIGKILL}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_and_pages_hear_of_it(scene: Scene, number: signal.Signals) -> None:
+def test_a_signal_ends_it_and_pages_hear_of_it(scene: Scene) -> None:
     start_two(scene, "--dashboard")
     first = next(node for node in scene.nodes if "node 0 of 2" in node.await_line("started 2 workers"))
     dashboard, pid = support.wait_until(lambda: dashboards.beside(first.log), "its URL")
@@ -402,12 +410,12 @@ def test_a_signal_ends_it_and_pages_hear_of_it(scene: Scene, number: signal.Sign
     pages = [dashboard.events(), foreground.events()]
     for page in pages:
         page.until(all_run)
-    os.kill(pid, number)
+    os.kill(pid, signal.SIGTERM)
     assert foreground.process is not None
-    foreground.process.send_signal(number)
+    foreground.process.send_signal(signal.SIGINT)
     for page in pages:
         assert page.next("bye")["text"] == "The dashboard was ended."
-    assert foreground.wait() == 128 + number
+    assert foreground.wait() == 128 + signal.SIGINT
     assert not support.survivors([pid])
     end(scene)
 
@@ -418,13 +426,41 @@ def test_an_agent_that_ends_before_its_dashboard_serves_leaves_none(scene: Scene
     assert scene.ended() == {"a": 0}
 
 
-def test_one_that_does_not_start_in_time_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_killed_dashboard_is_replaced_and_open_pages_find_the_next(scene: Scene) -> None:
+    node = scene.start_standalone("a", "--nproc-per-node", "2", "--dashboard", "--dashboard-linger", "0")
+    scene.await_world(2)
+    dashboard, pid = support.wait_until(lambda: dashboards.beside(node.log), "its URL")
+    cookie = dashboard.cookie
+    os.kill(pid, signal.SIGKILL)
+    node.await_line(rf"the dashboard \(process {pid}\) was killed; another one takes its place")
+    support.wait_until(lambda: node.log.count("dashboard: http") == 2, "the next one")
+    assert node.log.count(dashboard.url) == 2, "the same address and key"
+    assert dashboard.request("GET", "/", headers=cookie)[0] == 200
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0}
+    assert node.log.count("was killed") == 1, "one that has ended in another way is not replaced"
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("sleep 2 &", "no dashboard: it has not started within 0.1 s"),
+        ("echo first; echo the reason", "no dashboard: the reason"),
+        ("", "no dashboard: it ended without an error message"),
+        (f"echo http://host:80/?key=x 1; echo {beside._ENDED}", ""),
+        ("echo http://host:80/?key=x 1; echo the reason", "the dashboard has ended: the reason"),
+        ("echo http://host:80/?key=x 1", f"no dashboard any more: it was killed {beside._MOST_STARTS} times"),
+    ],
+)
+def test_a_dashboard_that_does_not_serve_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str, line: str
 ) -> None:
-    monkeypatch.setattr(beside, "_START_PATIENCE_S", 0.1)
-    monkeypatch.setattr(launch, "detached", lambda module: ["sh", "-c", "sleep 2 &"])
-    beside._start([])
-    assert [each.getMessage() for each in caplog.records] == ["no dashboard: it has not started within 0.1 s"]
+    if "sleep" in command:
+        monkeypatch.setattr(beside, "_START_LIMIT_S", 0.1)
+    monkeypatch.setattr(launch, "detached", lambda module: ["sh", "-c", f"cat > /dev/null; {command}"])
+    beside.keep("job7", Service())
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert warnings[-1:] == [line] * bool(line)
 
 
 def test_a_pipe_behind_the_command_ends_with_the_agent(scene: Scene) -> None:

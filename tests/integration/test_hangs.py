@@ -18,6 +18,7 @@ from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs
 from holdfast.process.errors import ChildFailedError
 from holdfast.telemetry import metrics
+from tests import support
 
 # On a busy machine a worker may take longer than a second to begin; its first call says that it has.
 OUTPUT_ONLY = HangPolicy(1.0, start_timeout_s=60.0, signals=frozenset({Signal.OUTPUT, Signal.PROGRESS}))
@@ -29,7 +30,7 @@ def config(tmp_path: Path, max_restarts: int = 0, policy: HangPolicy = OUTPUT_ON
         "run_id": "hung",
         "max_restarts": max_restarts,
         "logs_specs": DefaultLogsSpecs(str(tmp_path / "logs")),
-        "event_log_handler": f"file:{tmp_path / 'events'}",
+        "event_log_handler": support.events_to(tmp_path / "events"),
         "shutdown_timeout": 10,
         "hang_policy": policy,
     }

@@ -6,14 +6,13 @@ seen to do something lately would be called stuck.
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
@@ -76,26 +75,9 @@ def gates(tmp_path: Path) -> Gates:
     return Gates(tmp_path)
 
 
-def get(port: int) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=support.DEADLINE_S)
-    try:
-        connection.request("GET", "/healthz")
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
-
-
-def try_to_get(port: int) -> tuple[int, dict[str, Any]]:
-    try:
-        return get(port)
-    except ConnectionError:
-        return 0, {}
-
-
 def await_phase(port: int, phase: str, status: int = 200) -> dict[str, Any]:
     def look() -> dict[str, Any] | None:
-        found, told = try_to_get(port)
+        found, told = support.get_json(port)
         return told if (found, told.get("phase")) == (status, phase) else None
 
     told = support.wait_until(look, f"{status} and phase {phase}")
@@ -156,7 +138,7 @@ def test_alive_while_joining_running_and_waiting_for_others(gates: Gates, thread
     assert_stays_alive(servers[1].port, "running")
     gates.open(1)
     assert [run.result(support.DEADLINE_S).state for run in runs] == [WorkerState.SUCCEEDED] * 2
-    assert [try_to_get(server.port)[0] for server in servers] == [0, 0]
+    assert [support.get_json(server.port)[0] for server in servers] == [0, 0]
 
 
 def test_alive_while_a_stubborn_worker_is_in_its_grace_period(gates: Gates, threads: ThreadPoolExecutor) -> None:
@@ -255,29 +237,18 @@ def ask_until_running(port: int, fail_first: bool = False) -> dict[str, Any]:
     return await_phase(port, "running")
 
 
-def by_config(port: int, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Callable[..., dict[int, Any]]:
-    monkeypatch.setenv(PORT_VARIABLE, "1")  # The more special wish wins.
-    return elastic_launch(config(health_port=port, **more), ask_until_running)
-
-
-def by_environment(port: int, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Callable[..., dict[int, Any]]:
-    monkeypatch.setenv(PORT_VARIABLE, str(port))
-    return elastic_launch(config(**more), ask_until_running)
-
-
-def by_server(port: int, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Callable[..., dict[int, Any]]:
-    server = create_healthcheck_server(time.time, port, 60)
-    return elastic_launch(config(**more), ask_until_running, server)
-
-
-@pytest.mark.parametrize("way", [by_config, by_environment, by_server])
-def test_ways_to_ask_for_it(way: Any, monkeypatch: pytest.MonkeyPatch, no_descriptor_leak: None) -> None:
-    """Twice in one process, on the same port: it is released at the end."""
+@pytest.mark.parametrize("way", ["config", "environment", "server"])
+def test_ways_to_ask_for_it(way: str, monkeypatch: pytest.MonkeyPatch, no_descriptor_leak: None) -> None:
+    """Twice in one process, on the same port: it is released at the end. Of two ports the more special one counts."""
     port = support.free_port()
+    given = {"health_port": port} if way == "config" else {}
+    if way != "server":
+        monkeypatch.setenv(PORT_VARIABLE, str(port) if way == "environment" else "1")
     for _ in range(2):
-        launch = way(port, monkeypatch, max_restarts=1)
+        server = create_healthcheck_server(time.time, port, 60) if way == "server" else None
+        launch = elastic_launch(config(max_restarts=1, **given), ask_until_running, server)
         assert launch(port, True) == {0: {"status": "alive", "phase": "running", "round": 2, "restarts": 1}}
-        assert try_to_get(port)[0] == 0
+        assert support.get_json(port)[0] == 0
 
 
 def test_an_agent_alone_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,23 +257,7 @@ def test_an_agent_alone_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -
     spec = WorkerSpec("trainer", 1, StandaloneRendezvous("run"), entrypoint=ask_until_running, args=(port,))
     result = LocalElasticAgent(spec, DefaultLogsSpecs("/dev/null")).run()
     assert result.return_values[0]["status"] == "alive"
-    assert try_to_get(port)[0] == 0
-
-
-def test_a_taken_port_costs_a_warning_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    with HealthServerOfSomebodyElse() as port:
-        assert elastic_launch(config(health_port=port), "true")() == {0: None}
-    assert [message for message in caplog.messages if "health" in message] == [f"no health check: port {port} is taken"]
-
-
-class HealthServerOfSomebodyElse:
-    def __enter__(self) -> int:
-        self._server = create_healthcheck_server(time.time, 0, 60)
-        self._server.start()
-        return self._server.port
-
-    def __exit__(self, *error: object) -> None:
-        self._server.stop()
+    assert support.get_json(port)[0] == 0
 
 
 class AskingHandler(StandaloneRendezvous):
@@ -310,7 +265,7 @@ class AskingHandler(StandaloneRendezvous):
 
     def __init__(self, run_id: str, port: int, told: list[Any]) -> None:
         super().__init__(run_id)
-        self._ask = lambda: told.append(get(port))
+        self._ask = lambda: told.append(support.get_json(port))
         self._ask()
 
     def get_backend(self) -> str:
@@ -334,8 +289,6 @@ def test_it_is_there_before_the_rendezvous_and_after_it() -> None:
 
 def listening_ports() -> list[int]:
     """In a worker: the ports at which somebody could call it."""
-    import socket
-
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -10,6 +10,7 @@ import pytest
 from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process.errors import ChildFailedError
+from tests import support
 
 
 def overrun(once: bool) -> str:
@@ -40,7 +41,7 @@ def config(tmp_path: Path, max_restarts: int) -> LaunchConfig:
         rdzv_backend="standalone",
         run_id="watched",
         max_restarts=max_restarts,
-        event_log_handler=f"file:{tmp_path / 'events'}",
+        event_log_handler=support.events_to(tmp_path / "events"),
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.cli.dashboard.access import WRONG_HOST, WRONG_ORIGIN, Access
+from holdfast.observe.dashboard.access import WRONG_HOST, WRONG_ORIGIN, Access
 
-OWN = Access.fresh(["Node1", "node1.example"])
+OWN = Access.for_names(["Node1", "node1.example"])
 
 
 def test_keys_are_long_and_of_one_start() -> None:
-    keys = {Access.fresh([]).key for _ in range(100)}
+    keys = {Access.for_names([]).key for _ in range(100)}
     assert len(keys) == 100
     assert min(map(len, keys)) >= 32
 
@@ -27,7 +27,7 @@ def test_the_cookie_is_the_key_and_nothing_else_is() -> None:
     sent = text.partition(";")[0]
     for others in ("other=1", 'set={"by": [another, program]}', '"', "a{b=1", "ä=ö"):
         assert OWN.knows({"cookie": f"{others}; {sent}; more=2"}), others
-    other = Access.fresh([])
+    other = Access.for_names([])
     assert other.cookie != OWN.cookie, "a browser sends cookies to all ports of a host"
     for wrong in ("", f"{OWN.cookie}=", f"{OWN.cookie}=x", other.set_cookie().partition(";")[0], "=;=;", "\x00", "a b"):
         assert not OWN.knows({"cookie": wrong})

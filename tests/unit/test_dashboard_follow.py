@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.dashboard.follow import Follower
+from holdfast.observe.dashboard.follow import Follower
 from holdfast.process.output import log_files
 from holdfast.process.output.log_files import CHUNK_BYTES
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.dashboard.picture import Known, Series, Told, difference, node_of, picture_of, worker_facts, worker_of
+from holdfast.observe.dashboard.picture import (
+    Known,
+    Series,
+    Told,
+    difference,
+    node_of,
+    picture_of,
+    worker_facts,
+    worker_of,
+)
 
 
 def a_node(name: str, rank: int | None = 0, first: int | None = 0, **facts: Any) -> dict[str, Any]:

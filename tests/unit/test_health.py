@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import os
@@ -41,17 +40,6 @@ def serving(alive_callback: Any = time.time, port: int = 0) -> Iterator[HealthCh
         server.stop()
 
 
-def ask(port: int, method: str = "GET", path: str = "/", host: str = "127.0.0.1") -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection(host, port, timeout=support.DEADLINE_S)
-    try:
-        connection.request(method, path)
-        answer = connection.getresponse()
-        body = answer.read()
-        return answer.status, json.loads(body) if body else {}
-    finally:
-        connection.close()
-
-
 def say(port: int, words: bytes) -> bytes:
     """All that a caller hears who says just that, and nothing more, and does not hang up."""
     with socket.create_connection(("127.0.0.1", port), support.DEADLINE_S) as caller:
@@ -88,12 +76,9 @@ def test_answers(request_: bytes, status: int | None) -> None:
     assert (200 if isinstance(found, Request) else found and found.status) == status
 
 
-def test_what_is_asked_for() -> None:
+def test_a_request_and_an_answer_are_http() -> None:
     assert read_request(b"GET /metrics?x=/y HTTP/1.1\r\n\r\n") == Request("/metrics")
     assert read_request(b"HEAD /\xff HTTP/1.1\r\n\r\n") == Request("/\xff", is_head=True)
-
-
-def test_an_answer_is_http() -> None:
     page = Page.of(200, ALIVE)
     head, body = page.encoded().split(b"\r\n\r\n")
     assert json.loads(body) == ALIVE
@@ -102,73 +87,47 @@ def test_an_answer_is_http() -> None:
 
 
 @pytest.mark.parametrize(
-    ("age_s", "expected"),
-    [
-        (0, (200, {"status": "alive", **RUNNING})),
-        (59, (200, {"status": "alive", **RUNNING})),
-        (-3600, (200, {"status": "alive", **RUNNING})),
-        (
-            73,
-            (503, {
-                "status": "stuck",
-                "reason": "no sign of life for 73 s in phase running, the limit is 60 s",
-                **RUNNING,
-            }),
-        ),
-    ],
-)  # fmt: skip
-def test_alive_is_a_matter_of_the_callbacks_time(age_s: float, expected: tuple[int, dict[str, Any]]) -> None:
+    ("age_s", "reason"),
+    [(0, ""), (59, ""), (-3600, ""), (73, "no sign of life for 73 s in phase running, the limit is 60 s")],
+)
+def test_alive_is_a_matter_of_the_callbacks_time(age_s: float, reason: str) -> None:
     with serving(lambda: time.time() - age_s) as server:
         server.status = lambda: AgentStatus(phase="running", round=2, restarts_used=1)
-        assert ask(server.port) == expected
+        told = {"status": "stuck", "reason": reason} if reason else ALIVE
+        assert support.get_json(server.port) == (503 if reason else 200, {**told, **RUNNING})
         assert server.alive_callback() <= time.time() - age_s
 
 
 def test_a_callback_that_fails_is_told() -> None:
     with serving(lambda: {}["progress"]) as server:
-        assert ask(server.port) == (
+        assert support.get_json(server.port) == (
             503,
             {"status": "stuck", "reason": "the alive callback failed: KeyError: 'progress'"},
         )
 
 
-def test_methods_over_the_wire() -> None:
+def test_over_the_wire_on_ipv4_and_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that sends more than was read gets its answer, too."""
     with serving() as server:
-        assert ask(server.port, "GET", "/healthz") == (200, ALIVE)
-        assert ask(server.port, "HEAD") == (200, {})
-        assert ask(server.port, "POST")[0] == 405
+        for host in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
+            assert support.get_json(server.port, "/healthz", host=host) == (200, ALIVE)
+        assert support.get_json(server.port, method="HEAD") == (200, {})
         body = b"POST / HTTP/1.1\r\nContent-Length: 9000\r\n\r\n" + b"x" * 9000
         assert say(server.port, body).startswith(b"HTTP/1.1 405")
         assert say(server.port, b"x" * 9000).startswith(b"HTTP/1.1 431")
-
-
-def test_ipv4_and_ipv6_where_there_is_such_a_thing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving() as server:
-        assert ask(server.port, host="127.0.0.1") == (200, ALIVE)
-        if socket.has_dualstack_ipv6():
-            assert ask(server.port, host="::1") == (200, ALIVE)
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     with serving() as server:
-        assert ask(server.port, host="127.0.0.1") == (200, ALIVE)
+        assert support.get_json(server.port) == (200, ALIVE)
 
 
 # The port.
 
 
-def test_a_taken_port_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with serving(port=port) as server:
-            assert server.port == port
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == [f"no health check: port {port} is taken"]
-
-
-def test_any_free_port_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_taken_port_is_one_warning_and_a_free_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
-    with serving() as server:
-        assert f"health check on port {server.port}" in caplog.messages
-        assert server.port > 0
+    with serving() as first, serving(port=first.port) as second:
+        assert (second.port, second.listening_port) == (first.port, None)
+        assert caplog.messages == [f"health check on port {first.port}", f"no health check: port {first.port} is taken"]
 
 
 def test_the_port_is_released_and_may_be_used_again(no_descriptor_leak: None) -> None:
@@ -177,11 +136,10 @@ def test_the_port_is_released_and_may_be_used_again(no_descriptor_leak: None) ->
     for _ in range(3):
         server.start()
         server.start()
-        assert ask(port) == (200, ALIVE)
+        assert support.get_json(port) == (200, ALIVE)
         server.stop()
         server.stop()
-        with pytest.raises(ConnectionRefusedError):
-            ask(port)
+        assert support.get_json(port) == (0, {})
 
 
 def test_the_port_is_released_although_the_callback_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,31 +161,6 @@ def test_the_port_is_released_although_the_callback_hangs(monkeypatch: pytest.Mo
         may_end.set()
 
 
-def test_a_forked_process_does_not_keep_the_port() -> None:
-    with serving() as server:
-        port = server.port
-        gate_read, gate_write = os.pipe()
-        done_read, done_write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            server.stop()  # Nothing of the parent's is touched.
-            os.write(done_write, b".")
-            os.read(gate_read, 1)
-            os._exit(0)
-        try:
-            os.read(done_read, 1)
-            assert ask(port) == (200, ALIVE)
-            server.stop()
-            with socket.create_server(("", port)):
-                pass
-        finally:
-            os.write(gate_write, b".")
-            os.waitpid(child, 0)
-            os.close(gate_read)
-            for fd in (gate_write, done_read, done_write):
-                os.close(fd)
-
-
 # Callers that mean no good.
 
 
@@ -236,31 +169,23 @@ def test_slow_callers_do_not_keep_others_from_being_answered(no_descriptor_leak:
         for _ in range(200):
             slow = callers.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             slow.sendall(b"GET / HT")
-        assert ask(server.port) == (200, ALIVE)
+        assert support.get_json(server.port) == (200, ALIVE)
         assert len(server._callers) <= telemetry_http._MOST_CALLERS + 1
 
 
-def test_a_slow_caller_is_dropped_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_callers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow ones, ones that never end, and ones that hang up at once."""
     monkeypatch.setattr(telemetry_http, "_CALL_LIMIT_S", 0.5)  # Enough for it to be read before.
     with serving() as server:
         assert say(server.port, b"GET / HT") == b""
-
-
-def test_a_caller_that_never_ends_is_dropped() -> None:
-    with serving() as server, socket.create_connection(("127.0.0.1", server.port), support.DEADLINE_S) as caller:
         with pytest.raises(ConnectionError):
-            caller.sendall(b"x" * 100_000_000)
-        assert ask(server.port) == (200, ALIVE)
-
-
-def test_callers_that_hang_up_at_once() -> None:
-    with serving() as server:
+            say(server.port, b"x" * 100_000_000)
         for words in (b"", b"GET", b"GET / HTTP/1.1\r\n\r\n"):
             for _ in range(20):
                 with socket.create_connection(("127.0.0.1", server.port)) as caller:
                     caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                     caller.sendall(words)
-        assert ask(server.port) == (200, ALIVE)
+        assert support.get_json(server.port) == (200, ALIVE)
 
 
 SHORTAGE = """

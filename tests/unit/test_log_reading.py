@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.agent import inspection
-from holdfast.cli.dashboard.follow import Follower
 from holdfast.cli.logs import Printer, Source
 from holdfast.cli.runs import RunView
+from holdfast.observe.dashboard.follow import Follower
 
 
 class Reader:

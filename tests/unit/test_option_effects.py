@@ -161,7 +161,7 @@ EFFECTS = {
     "logs_specs": Effect("mine", lambda a: type(a._group.logs_specs).__module__, "fake_logs"),
     "quiet": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.ERROR),
     "verbose": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.DEBUG),
-    "event_log_handler": Effect("file:e.json", lambda a: spec(a).event_log_handler, "file:e.json"),
+    "event_log_handler": Effect("console", lambda a: spec(a).event_log_handler, "console"),
     "events_file": Effect("e.jsonl", lambda a: spec(a).events_file, "e.jsonl"),
     "dashboard": Effect(None, lambda a: spec(a).on_first_node is not None, True),
     "dashboard_addr": Effect("[::1]:7", lambda a: beside(a)["addr"], "[::1]:7", "--dashboard"),

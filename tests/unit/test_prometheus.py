@@ -17,7 +17,7 @@ from holdfast.telemetry.status import AgentStatus, WorkerStatus
 from tests.unit.test_run_status import PAIR_RUNS, look
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "observability.md"
-ALL = (*prometheus.COORDINATOR, *prometheus.RUN, *prometheus.AGENT)
+ALL = (*prometheus.RUN, *prometheus.AGENT)
 PAST = (
     History(10.0).enter("joining", 10.0).begin_round(1, 2, 4, 11.0).run(12.0)
     .stop("node lost", "b is lost", 52.0, 10.0, 0.25).begin_round(2, 1, 2, 54.0).run(60.0)
@@ -82,18 +82,14 @@ def test_what_is_not_known_is_not_shown() -> None:
     assert (value(page, "holdfast_agent_nodes"), value(page, "holdfast_agent_world_size")) == (0, 0)
 
 
-def test_what_a_coordinator_says_of_its_runs() -> None:
-    statuses = [look(PAIR_RUNS, 10.0).to_dict(), {**look([], 10.0).to_dict(), "run_id": "other"}]
-    page = prometheus.runs_page(statuses)
-    assert samples(page)["holdfast_coordinator_runs", ()] == 2
-    found = {
-        run_id: [value(page, f"holdfast_run_{name}", run_id) for name in ("round", "nodes", "nodes_max", "world_size")]
-        for run_id in ("job7", "other")
-    }
-    assert found == {"job7": [1, 2, 2, 3], "other": [0, 0, 0, 0]}
+def test_what_a_coordinator_says_of_its_run() -> None:
+    page = prometheus.run_page(look(PAIR_RUNS, 10.0).to_dict())
+    found = [value(page, f"holdfast_run_{name}") for name in ("round", "nodes", "nodes_max", "world_size")]
+    assert found == [1, 2, 2, 3]
     assert value(page, "holdfast_run_phase", phase="running") == 1
-    assert value(page, "holdfast_run_phase", "other", phase="forming") == 1
     assert value(page, "holdfast_run_goodput_ratio") == 1.0
+    assert samples(page)["holdfast_coordinator_runs", ()] == 1
+    assert samples(prometheus.run_page({})) == {("holdfast_coordinator_runs", ()): 0}
 
 
 @pytest.mark.parametrize(
@@ -136,11 +132,9 @@ def test_names_follow_the_rules() -> None:
 
 
 def test_the_docs_have_a_row_for_each() -> None:
-    def rows(of: tuple[prometheus.Row, ...], *labels: str) -> list[str]:
-        kinds = [(row, "counter" if row.is_counter else "gauge") for row in of]
-        return [f"| `{row.name}` | {kind} | {', '.join((*labels, *row.labels))} | {row.text} |" for row, kind in kinds]
-
-    expected = [*rows(prometheus.AGENT, "run_id"), *rows(prometheus.RUN, "run_id"), *rows(prometheus.COORDINATOR)]
+    kinds = [(row, "counter" if row.is_counter else "gauge") for row in (*prometheus.AGENT, *prometheus.RUN)]
+    expected = [f"| `{row.name}` | {kind} | {', '.join(('run_id', *row.labels))} | {row.text} |" for row, kind in kinds]
+    expected.append("| `{}` | gauge |  | {} |".format(*prometheus.COORDINATOR_RUNS))
     found = [line for line in DOCS.read_text().splitlines() if line.startswith("| `holdfast_")]
     assert found == expected, "\n".join(expected)
 

@@ -1,6 +1,6 @@
 """What happened on this node, one JSON line for each event, in the file that `--events-file` names.
 
-docs/events.md lists the events and their fields. A thread writes the file (`BackgroundFile`).
+docs/events.md lists the events and their fields. A thread writes the file (`EventsFile`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.agent.lifecycle import Step
 from holdfast.agent.sinks import RunEnd, Sink
 from holdfast.failures.records import HANG
 from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
-from holdfast.telemetry.events import BackgroundFile
+from holdfast.telemetry.events_file import EventsFile
 
 if TYPE_CHECKING:
     from holdfast.agent.model import WorkerGroup
@@ -33,7 +33,7 @@ class Journal(Sink):
     def __init__(self, group: WorkerGroup, workers: Workers) -> None:
         self._group, self._workers = group, workers
         self._who = {"run": group.spec.run_id, "host": os.uname().nodename, "agent_pid": os.getpid()}
-        self._file = BackgroundFile(group.spec.events_file)
+        self._file = EventsFile(group.spec.events_file)
         self._round = 0
         self._restarts_used: int | None = None  # None before the first round.
         self._reason = ""

@@ -21,7 +21,7 @@ COMMANDS = {
     "status": ("holdfast.cli.status:main", "show how a run stands and what it waits for"),
     "ps": ("holdfast.cli.status:list_runs", "list the runs on this host"),
     "top": ("holdfast.cli.top:main", "watch a run, its nodes and workers, live"),
-    "dashboard": ("holdfast.cli.dashboard.command:main", "serve a page about a run to browsers"),
+    "dashboard": ("holdfast.cli.dashboard:main", "serve a page about a run to browsers"),
     "logs": ("holdfast.cli.logs:main", "show or follow the log files of a run's workers"),
     "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),

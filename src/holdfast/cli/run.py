@@ -124,13 +124,15 @@ def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
 
 def check_values(args: RunArguments) -> None:
     """What can be checked only on this host."""
-    if args.event_log_handler != "null" or args.events_file is not None:
+    if args.event_log_handler != "null":
         from holdfast.telemetry import events
 
         _for_option("--event-log-handler", events.check_destination, args.event_log_handler)
-        if args.events_file is not None:
-            make_directory_of(args.events_file, args.log_dir)
-            _for_option("--events-file", lambda path: events.check_destination(f"file:{path}"), args.events_file)
+    if args.events_file is not None:
+        from holdfast.telemetry import events_file
+
+        make_directory_of(args.events_file, args.log_dir)
+        _for_option("--events-file", events_file.check_path, args.events_file)
 
 
 # --- rendezvous ---------------------------------------------------------------------------------------------
@@ -413,7 +415,7 @@ def _numa_options(mode: str) -> NumaOptions:
 def _dashboard(args: RunArguments, meeting: Meeting) -> Callable[[str], None]:
     from functools import partial
 
-    from holdfast.cli.dashboard import beside
+    from holdfast.observe.dashboard import beside
 
     # A run on one machine has no other use for the token.
     take = meeting.settings.pop if meeting.backend == "standalone" else meeting.settings.get

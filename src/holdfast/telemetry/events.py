@@ -6,24 +6,21 @@ not propagate and carries the handler registered under that name:
     null                 discarded without being serialized
     console              standard error
     dynamic_rendezvous   rendezvous events; discarded until a handler is registered for it
-    file:<path>          one JSON line an event, appended to that file; several agents may share it
 
 `register_handler` adds more. An event is emitted by the thread that records it, before `record` returns. The loggers
 are at level INFO whatever LOGLEVEL says: that variable is about log lines, not about events.
 
 Events never break a run. Only a destination that does not exist is an error for the caller; a handler that fails
-causes one warning.
+causes one warning. The file of `--events-file` has events of its own (`agent/journal.py`).
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
@@ -36,7 +33,7 @@ from holdfast.log import Logger
 from holdfast.log_lines import StderrHandler
 
 __all__ = [
-    "Event", "EventMetadataValue", "EventSource", "JsonLinesHandler", "NodeState", "RdzvEvent", "check_destination",
+    "Event", "EventMetadataValue", "EventSource", "NodeState", "RdzvEvent", "check_destination",
     "construct_and_record_rdzv_event", "get_logging_handler", "log_handlers", "record", "record_rdzv_event",
     "register_handler",
 ]  # fmt: skip
@@ -44,12 +41,9 @@ __all__ = [
 EventMetadataValue = str | int | float | bool | None
 HandlerOrFactory = logging.Handler | Callable[[], logging.Handler]
 
-_FILE_PREFIX = "file:"
 _LOGGER_PREFIX = "torchelastic-events-"
 _RDZV_DESTINATION = "dynamic_rendezvous"
 _HOSTNAME_PATIENCE_S = 1.0
-_QUEUE_CHARS = 1 << 20
-_PATIENCE_S = 2.0  # How long the end of a run waits for a disk that takes nothing.
 
 _log = Logger(__name__)
 
@@ -119,136 +113,6 @@ class RdzvEvent(_JsonEvent):
     error_trace: str = ""
 
 
-class LineFile:
-    """Appends lines to a file, each with one write, so that several writers never mix lines.
-
-    The file is opened by the first line. A line that cannot be written is dropped, and its beginning is taken back; the
-    first of a series of failures causes a warning.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(path)
-        self._fd: int | None = None
-        self._is_failing = False
-        self._has_torn_line = False
-
-    def append(self, text: str) -> None:
-        line = (text + "\n").encode("utf-8", "backslashreplace")
-        if self._has_torn_line:
-            line = b"\n" + line  # Its beginning could not be taken back. End that line first.
-        try:
-            if self._fd is None:
-                self._fd = _open_for_append(self.path)
-            written = os.write(self._fd, line)
-            self._has_torn_line = False
-            if written < len(line):
-                self._has_torn_line = not _take_back(self._fd, written)
-                raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were written")
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                _log.warning("events are lost: cannot write to %s: %s", self.path, error.strerror or error)
-            self._is_failing = True
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
-
-
-def _take_back(fd: int, size: int) -> bool:
-    """Remove the last bytes that were written, unless another process has written behind them. False for a pipe."""
-    try:
-        end = os.lseek(fd, 0, os.SEEK_CUR)
-        if os.fstat(fd).st_size == end:
-            os.ftruncate(fd, end - size)
-    except OSError:
-        return False
-    return True
-
-
-class BackgroundFile:
-    """Lines for a file, written by a thread that ends when none is left: nothing waits for the file. Lines that a full
-    or failing disk does not take, or not in time, are lost, with one warning."""
-
-    def __init__(self, path: str) -> None:
-        self._file = LineFile(path)
-        self._lines: deque[str] = deque()
-        self._chars = 0
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._has_dropped = False
-
-    def put(self, line: str) -> None:
-        with self._lock:
-            if self._chars + len(line) > _QUEUE_CHARS:
-                if not self._has_dropped:
-                    _log.warning("events are lost: %s does not take them in time", self._file.path)
-                self._has_dropped = True
-                return
-            self._lines.append(line)
-            self._chars += len(line)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write, name="holdfast-events", daemon=True)
-                try:
-                    self._thread.start()
-                except RuntimeError:  # A process at its limit; the next line tries again.
-                    self._thread = None
-
-    def _write(self) -> None:
-        while True:
-            with self._lock:
-                if not self._lines:
-                    self._thread = None
-                    return
-                line = self._lines[0]
-            self._file.append(line)
-            with self._lock:
-                self._lines.popleft()
-                self._chars -= len(line)
-
-    def close(self, patience_s: float = _PATIENCE_S) -> None:
-        """Wait until all lines are written, but not for long."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(patience_s)
-        if self._thread is None:
-            self._file.close()
-        if self._lines:
-            _log.warning("events are lost: %s does not take them", self._file.path)
-
-
-class JsonLinesHandler(logging.Handler):
-    """Appends each event to a file as one line (`LineFile`)."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._file = LineFile(path)
-
-    @property
-    def path(self) -> str:
-        return self._file.path
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._file.append(self.format(record))
-
-    def close(self) -> None:
-        self.acquire()
-        try:
-            self._file.close()
-        finally:
-            self.release()
-        super().close()
-
-
-_file_handler = cache(JsonLinesHandler)
-
-
-def _open_for_append(path: str) -> int:
-    # Without O_NONBLOCK, opening a FIFO without a reader would hang the agent. Regular files ignore it.
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-
-
 log_handlers: dict[str, HandlerOrFactory] = {
     "null": logging.NullHandler,
     "console": StderrHandler,
@@ -262,8 +126,8 @@ _broken_destinations: set[str] = set()
 
 def register_handler(name: str, factory_or_handler: HandlerOrFactory) -> None:
     """Makes `name` a destination, or replaces it, also after it was used."""
-    if not name or name.startswith(_FILE_PREFIX):
-        raise UserError(f"an event handler cannot be named {name!r}")
+    if not name:
+        raise UserError("an event handler needs a name")
     if not isinstance(factory_or_handler, logging.Handler) and not callable(factory_or_handler):
         kind = type(factory_or_handler).__name__
         raise UserError(f"event handler {name!r} must be a logging.Handler or a function that makes one, not {kind}")
@@ -277,8 +141,6 @@ def register_handler(name: str, factory_or_handler: HandlerOrFactory) -> None:
 
 def get_logging_handler(destination: str = "null") -> logging.Handler:
     """The handler of that name; KeyError if there is none."""
-    if path := _path_of(destination):
-        return _file_handler(path)
     if destination not in log_handlers:
         raise KeyError(_unknown_text(destination))
     handler = log_handlers[destination]
@@ -292,16 +154,8 @@ def get_logging_handler(destination: str = "null") -> logging.Handler:
 
 def check_destination(name: str) -> None:
     """Raises UserError if events cannot go to `name`; for use before anything is started."""
-    path = _path_of(name)
-    if not path:
-        if name not in log_handlers:
-            raise UserError(_unknown_text(name))
-        return
-    directory = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(directory):
-        raise UserError(f"event handler {name!r}: there is no directory {directory}")
-    if os.path.isdir(path):
-        raise UserError(f"event handler {name!r}: {path} is a directory, not a file")
+    if name not in log_handlers:
+        raise UserError(_unknown_text(name))
 
 
 def record(event: Event | RdzvEvent, destination: str = "null") -> None:
@@ -356,12 +210,8 @@ def _get_or_create_logger(destination: str = "null") -> logging.Logger:
     return logger
 
 
-def _path_of(destination: str) -> str:
-    return destination.removeprefix(_FILE_PREFIX) if destination.startswith(_FILE_PREFIX) else ""
-
-
 def _unknown_text(name: str) -> str:
-    return f"unknown event handler {name!r}; known are {', '.join(sorted(log_handlers))} and file:<path>"
+    return f"unknown event handler {name!r}; known are {', '.join(sorted(log_handlers))}"
 
 
 @cache

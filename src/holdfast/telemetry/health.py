@@ -1,4 +1,4 @@
-"""The health check: an HTTP server that says whether something is alive, for a scheduler that restarts what is not.
+"""The health check: an HTTP server that says whether the agent is alive, for a scheduler that replaces dead ones.
 
     GET / (any path)   200 {"status": "alive", "phase": "running", "round": 1, "restarts": 0}
                        503 {"status": "stuck", "reason": "no sign of life for 73 s, ...", "phase": ...}
@@ -44,8 +44,8 @@ class AgentAlive:
 
 
 class HealthCheckServer(HttpServer):
-    """Answers for whatever `alive_callback` speaks for. If that is an agent, `status` is how it stands, and `describe`
-    the same for JSON, with all that is not in the record.
+    """`alive_callback` returns when its subject was last alive. If that is an agent, `status` returns its status, and
+    `describe` the same for JSON, with the values that are not in the record.
 
     Port 0 is any free port; `port` says which, while the server is started. It may be started again after a stop.
     `host` is the address to listen at; `::` stands for every interface, IPv4 and, if the host has it, IPv6.
@@ -95,7 +95,7 @@ class HealthCheckServer(HttpServer):
         return prometheus.agent_page(self.describe())
 
     def condition(self) -> dict[str, Any]:
-        """What is answered: `status` is `alive` or `stuck`, the latter with a `reason`."""
+        """The answer: `status` is `alive` or `stuck`; if it is `stuck`, there is a `reason`."""
         try:
             status = self.status()
             silent_s = time.time() - self.alive_callback()
@@ -134,7 +134,7 @@ def introduce(
     status: Callable[[], AgentStatus],
     describe: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
-    """From now on the server speaks for this agent, unless its user has given it a callback of another meaning."""
+    """From now on the server speaks for this agent, unless the user has given it another callback."""
     if isinstance(server, HealthCheckServer):
         server.status, server.describe = status, describe
         if isinstance(server.alive_callback, AgentAlive):

@@ -1,4 +1,4 @@
-"""A small HTTP server for telemetry, in a thread of its own, that cannot be used against the process it is in.
+"""A small HTTP server for telemetry, in a thread of its own, that cannot harm the process it runs in.
 
 It answers GET and HEAD, one question a connection. It never waits for a single caller: each gets a few seconds and a
 few kilobytes to ask, at most 500 are let in a second, and if too many are there at once the oldest is dropped for the
@@ -65,7 +65,7 @@ class Request:
 
 
 def read_request(said: bytes) -> Request | Page | None:
-    """What a caller has asked so far: the answer if that makes no sense, None if there is more to come."""
+    """The request in what a caller has sent; the answer if it is malformed, None if it is incomplete."""
     if b"\r\n\r\n" not in said and b"\n\n" not in said:
         too_long = len(said) >= _CALL_LIMIT_BYTES
         return Page.of(431, {"reason": f"more than {_CALL_LIMIT_BYTES} bytes"}) if too_long else None
@@ -157,7 +157,7 @@ class HttpServer:
             if len(self._callers) >= _MOST_CALLERS:
                 next(iter(self._callers.values())).cancel()
             self._callers[sock] = asyncio.create_task(self._hear(sock))
-            # It begins meanwhile: a task that is cancelled before that would not close its socket.
+            # The task begins meanwhile. If it were cancelled before, its socket would stay open.
             await asyncio.sleep(_BETWEEN_CALLERS_S)
 
     async def _hear(self, sock: socket.socket) -> None:

@@ -46,7 +46,7 @@ Report = dict[str, Any]
 
 @frozen
 class Destination:
-    """`token` and `ca` are paths, or what would be in the files."""
+    """`token` and `ca` are paths, or the contents of such files."""
 
     url: str
     token: str
@@ -55,7 +55,7 @@ class Destination:
 
 @contextmanager
 def posted(environ: Mapping[str, str], tell: Callable[[], Report | None]) -> Iterator[None]:
-    """Within this block progress is posted. `tell` gives what there is to tell now, if there is anything."""
+    """Within this block progress is posted. `tell` returns the present report, or None if there is none."""
     try:
         poster = Poster(destination(environ), tell)
         poster.start()
@@ -87,8 +87,8 @@ def destination(environ: Mapping[str, str]) -> Destination:
 
 
 def report(status: AgentStatus, step: int, total: int | None) -> Report | None:
-    """`total` is how many steps there will be. None if it is another node's part to tell. A run that goes on has not
-    done more than 99 %, even if its last step is done: it may still fail."""
+    """`total` is how many steps there will be. None unless this is the node of rank 0. A run that has not ended reports
+    at most 99 %, also after its last step: it may still fail."""
     if status.node != 0:
         return None
     numbers = {"step": step, "total_steps": total, "nodes": status.nodes, "restarts": status.restarts_used}
@@ -138,7 +138,7 @@ class Poster:
         self._has_warned = bool(problem)
 
     def _post(self, told: Report) -> str:
-        """What went wrong, or nothing. Files are read each time: the token is replaced before it expires."""
+        """The error, or an empty text. Files are read each time: the token is replaced before it expires."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         body = json.dumps({"trainerStatus": {**told, "lastUpdatedTime": now}})
         parts = urlsplit(self._to.url)

@@ -10,7 +10,7 @@ reader comes. The library escapes what labels contain; here it is only made vali
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -134,47 +134,39 @@ RUN = (
     *_common("run"),
 )  # fmt: skip
 
-# Of the coordinator itself, without the label run_id. Its status is `{"runs": ...}`.
-COORDINATOR = (Row("holdfast_coordinator_runs", "Runs that this coordinator serves.",
-                   _field("runs")),)  # fmt: skip
+COORDINATOR_RUNS = ("holdfast_coordinator_runs", "Runs that this coordinator serves: 0 or 1.")
 
 
 def agent_page(status: Status) -> Page:
     """An empty status is that of an agent which does not exist yet."""
-    return _page(_families(AGENT, [status] if status else []))
+    return _page(AGENT, status)
 
 
-def runs_page(statuses: Sequence[Status]) -> Page:
-    """Of a coordinator."""
-    unlike = {_label(each["run_id"]): each for each in statuses}  # Prometheus refuses two values of the same name.
-    return _page([*_families(COORDINATOR, [{"runs": len(statuses)}]), *_families(RUN, [*unlike.values()])])
+def run_page(status: Status) -> Page:
+    """Of a coordinator. An empty status means that it serves no run yet."""
+    count = GaugeMetricFamily(*COORDINATOR_RUNS, value=float(bool(status)))
+    return _page(RUN, status, count)
 
 
-class _Families:
-    """What `generate_latest` wants."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
+class _Families(list[Metric]):
+    """In the form that `generate_latest` takes."""
 
     def collect(self) -> Iterable[Metric]:
-        return self._families
+        return self
 
 
-def _page(families: Iterable[Metric]) -> Page:
-    return Page(200, generate_latest(_Families(families)), CONTENT_TYPE)
+def _page(rows: Iterable[Row], status: Status, *more: Metric) -> Page:
+    families = _Families([*more, *(_family(row, status) for row in rows)])
+    return Page(200, generate_latest(families), CONTENT_TYPE)
 
 
-def _families(rows: Iterable[Row], statuses: Sequence[Status]) -> Iterator[Metric]:
-    for row in rows:
-        kind = CounterMetricFamily if row.is_counter else GaugeMetricFamily
-        named = ("run_id",) if rows is not COORDINATOR else ()
-        family = kind(row.name, row.text, labels=(*named, *row.labels))
-        for status in statuses:
-            run_id = (status["run_id"],) if named else ()
-            for labels, value in row.read(status):
-                if value is not None:
-                    family.add_metric([*map(_label, (*run_id, *labels))], value)
-        yield family
+def _family(row: Row, status: Status) -> Metric:
+    kind = CounterMetricFamily if row.is_counter else GaugeMetricFamily
+    family = kind(row.name, row.text, labels=("run_id", *row.labels))
+    for labels, value in row.read(status) if status else ():
+        if value is not None:
+            family.add_metric([*map(_label, (status["run_id"], *labels))], value)
+    return family
 
 
 def _label(text: str) -> str:

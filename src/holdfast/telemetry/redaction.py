@@ -5,7 +5,7 @@ Three rules, all of them for every text:
 * Values that are known to be secret (a token, a password) are replaced wherever they stand, also as JSON or a URL would
   write them.
 * A value that is given a secret's name is replaced: `API_KEY=...`, `--password ...`, `"token": "..."`. A name that says
-  where a secret is kept (`token_file`) is none.
+  where a secret is kept (`token_file`) does not count.
 * What has the shape of a secret is replaced: private keys, the user part of a URL, tokens of well-known services.
 
 Too much is replaced rather than too little. Nothing here can find a secret that has neither a name nor a shape, so a
@@ -26,7 +26,7 @@ _LONGEST = 4096
 
 _UNQUOTED = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~"  # In a URL.
 
-# The middle of a name: MY_API_KEY, --wandb-api-key, passwd. `author` and `tokenizer` are no secrets. Short words count
+# The middle of a name: MY_API_KEY, --wandb-api-key, passwd. `author` and `tokenizer` do not count. Short words count
 # only as a whole part of a name: DB_PW, sentryDsn.
 _PART = r"(?-i:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
 _KEYWORD = re.compile(
@@ -67,7 +67,7 @@ _SHAPES = tuple(
 )
 _JSON_WEB_TOKEN = re.compile(r"eyJ[\w-]{8,}+(?P<rest>\.[\w-]{8,}+\.[\w-]*+)?")
 
-# Of an environment only these are shown, and of these only what is no secret.
+# Only these variables are shown, and a value with the name of a secret is not.
 _SHOWN_VARIABLES = re.compile(
     r"(?:PET|HOLDFAST|TORCH[A-Z]*|NCCL|GLOO|UCX|FI|MPI|MPICH|OMPI|OMP|MKL|CUDA|NVIDIA|ROCM|HIP|HSA|XLA|JAX|TF|RAY|SLURMD?|"
     r"PBS|LSB|KUBERNETES|MASTER|LD|LC|XDG_RUNTIME)_[A-Z0-9_]*|PYTHON[A-Z0-9_]*|"

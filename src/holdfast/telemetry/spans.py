@@ -13,9 +13,9 @@ Spans are made if OpenTelemetry's own variables name an endpoint (OTEL_EXPORTER_
 and the packages are installed (extra `otel`), or if the program that holdfast runs in has set up a tracer provider
 itself. Otherwise nothing is imported.
 
-The agent only puts each change of its history into a bounded queue. A thread imports the packages, makes the spans and
-waits for the exporter, so an exporter that hangs or fails costs spans and nothing else. At the end of the run it has
-two seconds to send the last ones.
+The agent only puts each change of its history into a bounded queue. A thread (`background`) imports the packages, makes
+the spans and waits for the exporter, so an exporter that hangs or fails costs spans and nothing else. At the end of the
+run it has two seconds to send the last ones.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import queue
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from holdfast.log import Logger
+from holdfast.telemetry import background
+from holdfast.telemetry.background import Background
 from holdfast.telemetry.history import FAILED, HUNG, NODE_LOST, SUCCEEDED, History
 
 if TYPE_CHECKING:
@@ -40,11 +40,9 @@ if TYPE_CHECKING:
 logger = Logger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_QUEUE_LENGTH = 1024
-_PATIENCE_S = 2.0
 _IN_ROUND = ("starting", "running", "stopping", "finished")
 
-# When (nanoseconds since 1970), and the history before and after. None ends the thread.
+# When (nanoseconds since 1970), and the history before and after.
 Change = tuple[int, History, History]
 
 
@@ -70,41 +68,28 @@ class Tracing:
 
     def __init__(self, attributes: Mapping[str, str | int]) -> None:
         self._attributes = dict(attributes)
-        self._changes: queue.Queue[Change | None] = queue.Queue(_QUEUE_LENGTH)
         self._began_ns = time.time_ns()
-        self._thread = threading.Thread(target=self._run, name="holdfast-spans", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            logger.warning("no spans: %s", error)
+        self._background: Background[Change] = Background("spans", self._make_spans)
+        if self._background.problem:
+            logger.warning("no spans: %s", self._background.problem)
 
     def follow(self, before: History, after: History) -> None:
         if before is not after:
-            self._put((time.time_ns(), before, after))
+            self._background.put((time.time_ns(), before, after))
 
     def close(self) -> None:
-        self._put(None)
-        if self._thread.is_alive():
-            self._thread.join(_PATIENCE_S)
-            if self._thread.is_alive():
-                logger.warning("the last spans could not be sent within %g s", _PATIENCE_S)
+        if not self._background.close():
+            logger.warning("the last spans could not be sent within %g s", background.CLOSE_LIMIT_S)
 
-    def _put(self, change: Change | None) -> None:
-        try:
-            self._changes.put_nowait(change)
-        except queue.Full:  # The thread hangs; spans are lost.
-            pass
-
-    # In the thread.
-
-    def _run(self) -> None:
+    def _make_spans(self, changes: Iterator[Change]) -> None:
+        """In the thread."""
         try:
             found = _provider()
             if found is None:
                 return
             provider, is_ours = found
             story = _Story(provider.get_tracer("holdfast"), self._attributes, self._began_ns)
-            while (change := self._changes.get()) is not None:
+            for change in changes:
                 story.tell(*change)
             story.end(time.time_ns())
             if is_ours:
@@ -114,7 +99,7 @@ class Tracing:
 
 
 def _provider() -> tuple[TracerProvider, bool] | None:
-    """That of the program, else one of our own for the endpoint in the environment; None without the packages."""
+    """The program's provider, else a new one for the endpoint in the environment; None without the packages."""
     try:
         from opentelemetry import trace
         from opentelemetry.sdk import trace as sdk
@@ -138,7 +123,7 @@ def _provider() -> tuple[TracerProvider, bool] | None:
 
 
 def _exporter() -> Any:
-    """It reads the rest of the environment itself."""
+    """The exporter reads the rest of the environment itself."""
     names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next((os.environ[name] for name in names if os.environ.get(name)), "http/protobuf")
     kind = "grpc" if protocol == "grpc" else "http"
@@ -146,7 +131,7 @@ def _exporter() -> Any:
 
 
 def _speak_once(library: logging.Logger) -> None:
-    """An exporter that fails says so for each batch and each retry; people need to know it once."""
+    """A failing exporter logs each batch and each retry. Log the first line only."""
 
     class Once(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -456,8 +456,8 @@ class RunArguments:
     verbose = flag("-v, --verbose", OUTPUT, in_environment=False, is_common=True, help=
         "Print what is being done, and when.")
     event_log_handler = value("--event-log-handler NAME", OUTPUT, str, "null", help=
-        "Where events of the run are recorded: null, nowhere; console; file:PATH, one JSON line for each; or a "
-        "destination that other code has registered.")
+        "Where events of the run are recorded: null, nowhere; console; or a destination that "
+        "other code has registered.")
     events_file = optional("--events-file FILE", OUTPUT, str, in_full=True, help=
         "Append one JSON line to FILE for each thing that happens on this node: joined, refused, sealed, restarted, "
         "started, progress, finished, failed, hung, stopped, ended. Agents of one host may share the file. See "

@@ -47,20 +47,18 @@ class MonitoringServer(HttpServer):
             logger.info("metrics at http://%s/metrics", endpoints.endpoint_text(self._host, port))
 
     async def page(self, path: str) -> Page:
-        if path == "/metrics":
-            return await self._metrics.get()
         try:
-            return Page.of(200, {"status": "alive", "runs": await self._ask(self._count())})
+            if path == "/metrics":
+                return await self._metrics.get()
+            return Page.of(200, {"status": "alive", "runs": int(await self._ask(self._has_run()))})
         except TimeoutError:
-            return _stuck()
+            reason = f"the coordinator did not answer within {_PATIENCE_S:g} s"
+            return Page.of(503, {"status": "stuck", "reason": reason})
 
     async def _make_metrics(self) -> Page:
         from holdfast.telemetry import prometheus
 
-        try:
-            return prometheus.runs_page(await self._ask(self._statuses()))
-        except TimeoutError:
-            return _stuck()
+        return prometheus.run_page(await self._ask(self._status()))
 
     async def _ask(self, question: Coroutine[None, None, T]) -> T:
         """What the coordinator's loop answers."""
@@ -72,13 +70,9 @@ class MonitoringServer(HttpServer):
 
     # In the coordinator's loop.
 
-    async def _count(self) -> int:
-        return int(self._coordinator.run is not None)
+    async def _has_run(self) -> bool:
+        return self._coordinator.run is not None
 
-    async def _statuses(self) -> list[dict[str, Any]]:
+    async def _status(self) -> dict[str, Any]:
         run = self._coordinator.run
-        return [run.status_in_brief().to_dict()] if run is not None else []
-
-
-def _stuck() -> Page:
-    return Page.of(503, {"status": "stuck", "reason": f"the coordinator did not answer within {_PATIENCE_S:g} s"})
+        return run.status_in_brief().to_dict() if run is not None else {}

@@ -18,8 +18,10 @@ from urllib.parse import urlsplit
 
 from holdfast.frozen import frozen
 
-WRONG_KEY = "This needs the key that is in the URL which the dashboard has printed. It is another one for each start."
-WRONG_HOST = "The dashboard is not known by this name. Use the printed URL, or an address."
+WRONG_KEY = (
+    "Use the whole URL that the dashboard has printed: it contains a key. Each start of a dashboard has a new key."
+)
+WRONG_HOST = "This is not a name of the dashboard's host. Use the printed URL, or an address."
 WRONG_ORIGIN = "Pages of other sites get no answer."
 
 # Nothing is loaded from elsewhere, no text becomes code or markup, and no other page can show this one in a frame.
@@ -39,15 +41,16 @@ HEADERS = {
 
 @frozen
 class Access:
-    """`names` are those of this host. The name of the cookie is another one for each key: a browser sends a cookie to
-    all ports of a host."""
+    """`names` are the names of this host. The cookie's name depends on the key, because a browser sends a cookie to all
+    ports of a host."""
 
     key: str
     names: frozenset[str]
 
     @classmethod
-    def fresh(cls, names: Iterable[str]) -> Access:
-        return cls(secrets.token_urlsafe(24), frozenset(name.lower() for name in names if name))
+    def for_names(cls, names: Iterable[str], key: str = "") -> Access:
+        """Without a key it gets a random one."""
+        return cls(key or secrets.token_urlsafe(24), frozenset(name.lower() for name in names if name))
 
     @property
     def cookie(self) -> str:
@@ -60,7 +63,7 @@ class Access:
         return hmac.compare_digest(key.encode(errors="replace"), self.key.encode())
 
     def objection(self, method: str, headers: Mapping[str, str]) -> str:
-        """Why the request is refused, whatever key it has; empty if it is not."""
+        """Why the request is refused, whatever key it has; else empty."""
         host = headers.get("host", "")
         if not self._is_own_name(host):
             return WRONG_HOST
@@ -70,12 +73,12 @@ class Access:
         return WRONG_ORIGIN if is_needed and not is_own else ""
 
     def knows(self, headers: Mapping[str, str]) -> bool:
-        """Whether the request has the cookie. Those of other servers on this host come with it, and may be anything."""
+        """Whether the request has the cookie. Cookies of other servers on this host come with it, with any content."""
         sent = [each.strip().partition("=") for each in headers.get("cookie", "").split(";")]
         return any(self.opens(value) for name, _, value in sent if name == self.cookie)
 
     def _is_own_name(self, host: str) -> bool:
-        """The port may be another one, as that of a tunnel."""
+        """The port may differ: a tunnel has a port of its own."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").lower()
         except ValueError:

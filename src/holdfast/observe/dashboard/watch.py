@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import loop
 from holdfast.agent import control
-from holdfast.cli.dashboard import picture
-from holdfast.cli.dashboard.picture import Known, Picture, Series, Told
 from holdfast.cli.runs import LocalRun, RemoteRun, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import changed
 from holdfast.log import Logger
+from holdfast.observe.dashboard import picture
+from holdfast.observe.dashboard.picture import Known, Picture, Series, Told
 from holdfast.process.output import log_files
 
 if TYPE_CHECKING:

@@ -4,14 +4,21 @@
 
 import { element, number } from "./format.js";
 
+const filled = (path) => ({ path: new Path2D(path), line: 0 });
+const drawn = (path, line = 1.75) => ({ path: new Path2D(path), line });
+const circle = (radius) => `M${radius} 0a${radius} ${radius} 0 1 1 ${-2 * radius} 0a${radius} ${radius} 0 1 1 ${2 * radius} 0`;
+
+// For each state its name, its colour, the sign in a large cell, and the shape that is a small cell, 14 units wide.
+const SQUARE = "M-7 -7h14v14h-14z";
 const STATES = {
-  R: ["running", "--running"],
-  D: ["succeeded", "--done"],
-  F: ["failed", "--failed"],
-  S: ["stopped", "--stopped"],
-  N: ["not started", "--waiting"],
-  U: ["unknown", "--unknown"],
+  R: ["running", "--running", filled("M-2.5 -4L4 0L-2.5 4z"), filled(SQUARE)],
+  D: ["succeeded", "--done", drawn("M-3.5 0L-1 3L4 -3"), filled(circle(7))],
+  F: ["failed", "--failed", drawn("M-3 -3L3 3M3 -3L-3 3"), filled(SQUARE)],
+  S: ["stopped", "--stopped", filled("M-3 -3h6v6h-6z"), drawn("M-6 -6h12v12h-12z", 2)],
+  N: ["not started", "--waiting", drawn(circle(2.5)), filled(circle(3.5))],
+  U: ["unknown", "--unknown", drawn("M-3 0h6"), filled("M-7 -1.75h14v3.5h-14z")],
 };
+const CROSS = drawn("M-4 -4L4 4M4 -4L-4 4", 2);
 const MOST_ROWS_WITH_NAMES = 24;
 
 export const stateName = (letter) => (STATES[letter.toUpperCase()] ?? STATES.U)[0];
@@ -170,22 +177,43 @@ export class Grid {
     const margin = Math.min(2, gap / 2 + 0.5);
     pen.fillStyle = this.plain.panel;
     pen.fillRect(x - margin, y - margin, width + 2 * margin, height + 2 * margin);
-    const letter = node.workers[local].toUpperCase();
     const rank = node.first === null ? null : node.first + local;
+    this.paint(pen, node.workers[local], x, y, width, height);
     if (width >= 40) {
-      paintLarge(pen, x, y, width, height, letter, this.colours[letter] ?? this.colours.U, this.plain.on);
       pen.font = `600 12px ${this.font}`;
       pen.textAlign = "left";
       pen.textBaseline = "middle";
       pen.fillText(rank === null ? "" : String(rank), x + 19, y + height / 2 + 0.5, width - 22);
-    } else {
-      paintSmall(pen, x, y, width, letter, this.colours[letter] ?? this.colours.U, this.plain.on);
     }
     if (rank !== null && rank === this.selected) {
       pen.strokeStyle = this.plain.text;
       pen.lineWidth = margin;
       pen.strokeRect(x - margin / 2, y - margin / 2, width + margin, height + margin);
     }
+  }
+
+  // A large cell is filled, or outlined for workers that do not run, with a sign in it; the pen keeps the colour for its
+  // text. A small cell is a shape.
+  paint(pen, state, x, y, width, height, isLarge = width >= 40) {
+    const letter = STATES[state.toUpperCase()] ? state.toUpperCase() : "U";
+    const [, , sign, shape] = STATES[letter];
+    const colour = this.colours[letter];
+    const middle = y + height / 2;
+    if (!isLarge) {
+      stamp(pen, shape, x + width / 2, middle, colour, width / 14);
+      if (letter === "F") stamp(pen, CROSS, x + width / 2, middle, this.plain.on, width / 14);
+      return;
+    }
+    const isFilled = "RDF".includes(letter);
+    const inset = isFilled ? 0 : 0.75;
+    pen.beginPath();
+    pen.roundRect(x + inset, y + inset, width - 2 * inset, height - 2 * inset, 4);
+    pen.fillStyle = pen.strokeStyle = colour;
+    pen.lineWidth = 1.5;
+    if (isFilled) pen.fill();
+    else pen.stroke();
+    pen.fillStyle = isFilled ? this.plain.on : colour;
+    stamp(pen, sign, x + Math.min(10, width / 2), middle, pen.fillStyle);
   }
 
   select(rank) {
@@ -268,10 +296,10 @@ export class Grid {
     const sign = element("canvas", { width: 28, height: 28 });
     const pen = sign.getContext("2d");
     pen.scale(2, 2);
-    const size = this.cell && this.cell.width < 40 ? Math.min(14, this.cell.width) : 14;
+    const isLarge = this.cell?.width >= 40;
+    const size = isLarge ? 14 : Math.min(14, this.cell?.width ?? 14);
     const at = (14 - size) / 2;
-    if (this.cell && this.cell.width >= 40) paintLarge(pen, 0, 0, 14, 14, letter, this.colours[letter], this.plain.on, 7);
-    else paintSmall(pen, at, at, size, letter, this.colours[letter], this.plain.on);
+    this.paint(pen, letter, at, at, size, size, isLarge);
     return element("li", {}, sign, `${number(amount)} ${stateName(letter)}`);
   }
 
@@ -284,81 +312,16 @@ export class Grid {
   }
 }
 
-// A filled cell, or an outlined one for workers that do not run, with a sign in it. Leaves the colour for its text.
-function paintLarge(pen, x, y, width, height, letter, colour, on, sign = 10) {
-  const isFilled = "RDF".includes(letter);
-  pen.beginPath();
-  pen.roundRect(x + (isFilled ? 0 : 0.75), y + (isFilled ? 0 : 0.75), width - (isFilled ? 0 : 1.5), height - (isFilled ? 0 : 1.5), 4);
+function stamp(pen, { path, line }, x, y, colour, scale = 1) {
+  pen.save();
+  pen.translate(x, y);
+  pen.scale(scale, scale);
   pen.fillStyle = pen.strokeStyle = colour;
-  pen.lineWidth = 1.5;
-  if (isFilled) pen.fill();
-  else pen.stroke();
-  pen.fillStyle = pen.strokeStyle = isFilled ? on : colour;
-  paintSign(pen, x + sign, y + height / 2, letter);
-}
-
-function paintSign(pen, x, y, letter) {
-  pen.lineWidth = 1.75;
+  pen.lineWidth = line;
   pen.lineCap = pen.lineJoin = "round";
-  pen.beginPath();
-  if (letter === "R") {
-    pen.moveTo(x - 2.5, y - 4);
-    pen.lineTo(x + 4, y);
-    pen.lineTo(x - 2.5, y + 4);
-    pen.fill();
-  } else if (letter === "D") {
-    pen.moveTo(x - 3.5, y);
-    pen.lineTo(x - 1, y + 3);
-    pen.lineTo(x + 4, y - 3);
-    pen.stroke();
-  } else if (letter === "F") {
-    pen.moveTo(x - 3, y - 3);
-    pen.lineTo(x + 3, y + 3);
-    pen.moveTo(x + 3, y - 3);
-    pen.lineTo(x - 3, y + 3);
-    pen.stroke();
-  } else if (letter === "S") {
-    pen.fillRect(x - 3, y - 3, 6, 6);
-  } else if (letter === "N") {
-    pen.arc(x, y, 2.5, 0, 7);
-    pen.stroke();
-  } else {
-    pen.moveTo(x - 3, y);
-    pen.lineTo(x + 3, y);
-    pen.stroke();
-  }
-}
-
-// A shape of its own for each state: square, disc, cross, frame, dot, bar.
-function paintSmall(pen, x, y, size, letter, colour, on) {
-  const middle = size / 2;
-  pen.fillStyle = pen.strokeStyle = colour;
-  pen.lineWidth = Math.max(1.25, size / 7);
-  pen.lineCap = "butt";
-  pen.beginPath();
-  if (letter === "R") {
-    pen.fillRect(x, y, size, size);
-  } else if (letter === "D") {
-    pen.arc(x + middle, y + middle, middle, 0, 7);
-    pen.fill();
-  } else if (letter === "F") {
-    pen.fillRect(x, y, size, size);
-    pen.strokeStyle = on;
-    const edge = size * 0.22;
-    pen.moveTo(x + edge, y + edge);
-    pen.lineTo(x + size - edge, y + size - edge);
-    pen.moveTo(x + size - edge, y + edge);
-    pen.lineTo(x + edge, y + size - edge);
-    pen.stroke();
-  } else if (letter === "S") {
-    const half = pen.lineWidth / 2;
-    pen.strokeRect(x + half, y + half, size - 2 * half, size - 2 * half);
-  } else if (letter === "N") {
-    pen.arc(x + middle, y + middle, size / 4, 0, 7);
-    pen.fill();
-  } else {
-    pen.fillRect(x, y + middle - size / 8, size, size / 4);
-  }
+  if (line) pen.stroke(path);
+  else pen.fill(path);
+  pen.restore();
 }
 
 function clipped(pen, text, room) {

@@ -16,13 +16,15 @@ queued for it. One thread runs this; what waits for the run (`Watch`) is called 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import logging
 import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,20 +32,20 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import holdfast
-from holdfast.cli.dashboard import access
-from holdfast.cli.dashboard.access import Access
-from holdfast.cli.dashboard.follow import Follower
-from holdfast.cli.dashboard.picture import Picture, difference
-from holdfast.cli.dashboard.watch import Watch
 from holdfast.errors import HoldfastError, UserError
 from holdfast.log import Logger
 from holdfast.loop import Wakeup
+from holdfast.observe.dashboard import access
+from holdfast.observe.dashboard.access import Access
+from holdfast.observe.dashboard.follow import Follower
+from holdfast.observe.dashboard.picture import Picture, difference
+from holdfast.observe.dashboard.watch import Watch
 from holdfast.rendezvous.coordinator.limits import Bucket
 
 logger = Logger(__name__)
@@ -61,7 +63,7 @@ _LOG_BYTES_A_SECOND = 1 << 19
 _LOG_EVERY_S = 1.0
 _LOG_KEPT_CHARS = 1 << 17  # For a page that begins to follow a log which another one follows already.
 _BODY_LIMIT_BYTES = 4096
-_SILENT_LIMIT_S = 10.0  # For the first request of a connection.
+_HEAD_LIMIT_S = 10.0  # From the begin of a connection, or from an answer, to the next complete request head.
 _SEND_LIMIT_S = 20.0
 _BEAT_S = 10.0  # A page that hears nothing for three of them connects again.
 _THREADS = 8
@@ -86,7 +88,7 @@ class Page:
         self._waiting_bytes = 0
 
     def put(self, event: str, data: Any) -> None:
-        """For its log: of what it does not read, the newest stays."""
+        """For the page's log. If the page does not read, the oldest texts are dropped."""
         text = _event(event, data)
         self._texts.append(text)
         self._waiting_bytes += len(text)
@@ -213,23 +215,24 @@ class Dashboard:
     async def _events(self, request: Request) -> Response:
         if len(self._pages) >= _MOST_PAGES:
             return PlainTextResponse(f"{_MOST_PAGES} pages are open already.\n", 503)
-        return EventStream(self._stream)
+        return StreamingResponse(self._stream(), media_type="text/event-stream")
 
-    async def _stream(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _stream(self) -> AsyncIterator[bytes]:
         page = Page()
         self._pages[page.id] = page
         self.watch.set_watched(True)
         facts = {**self._facts, "page": page.id, "may_stop": self._may_stop, "beat_s": _BEAT_S}
         try:
-            await send(b"retry: 2000\n" + _event("hello", facts))
+            yield b"retry: 2000\n" + _event("hello", facts)
             while True:
                 news = self._news_for(page)
                 if self._goodbye:
-                    await send(news + _event("bye", {"text": self._goodbye}))
+                    yield news + _event("bye", {"text": self._goodbye})
                     return
-                await send(news or _event("beat", {}))
-                if not page.wakeup.is_set():
-                    await _within(page.wakeup.wait(), _BEAT_S)
+                yield news or _event("beat", {})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_BEAT_S):
+                        await page.wakeup.wait()
                 page.wakeup.clear()
         finally:
             del self._pages[page.id]
@@ -239,7 +242,7 @@ class Dashboard:
     async def _worker(self, request: Request) -> Response:
         rank = request.query_params.get("rank", "")
         if not rank.isdecimal() or len(rank) > 9:
-            return _problem("rank is no number")
+            return _problem("rank is not a number")
         return await self._asked(self.watch.worker, int(rank))
 
     async def _follow(self, request: Request) -> Response:
@@ -247,7 +250,7 @@ class Dashboard:
         page, rank, stream, attempt = (body.get(name) for name in ("page", "rank", "stream", "attempt"))
         known = self._pages.get(page) if isinstance(page, str) else None
         if known is None:
-            return _problem("there is no such page; reload it")
+            return _problem("unknown page; reload it")
         self._unfollow(known)
         if rank is None:
             return JSONResponse({})
@@ -273,7 +276,7 @@ class Dashboard:
                     log.task.cancel()
 
     async def _read(self, log: Log) -> None:
-        """Until no page wants it any more. After the end of the run the file does not grow."""
+        """Until no page follows the log, or the run has ended and the log is read to its end."""
         rank, stream, attempt = log.key
         follower, problem = Follower(attempt), ""
         while True:
@@ -295,14 +298,14 @@ class Dashboard:
                     log.tell({"text": "", "note": "", "problem": problem})
                 if was_over:
                     return
-            except Exception:  # Of an answer that makes no sense. It may be another one later.
+            except Exception:  # The answer is malformed. The next one may be good.
                 logger.debug("a log cannot be read", exc_info=True)
             await asyncio.sleep(_LOG_EVERY_S)
 
     async def _take_stacks(self, request: Request) -> Response:
         rank = (await _body(request)).get("rank")
         if type(rank) is not int:
-            return _problem("rank is no number")
+            return _problem("rank is not a number")
         if self._stacks.locked():
             return _problem("stacks are being taken already; try again in a moment")
         async with self._stacks:
@@ -338,11 +341,11 @@ class Dashboard:
 
 def server_for(app: ASGIApp) -> uvicorn.Server:
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi"):
-        logging.getLogger(name).disabled = True  # It would say on the terminal what it does with each request.
+        logging.getLogger(name).disabled = True  # It would print a line for each request.
     return uvicorn.Server(
         uvicorn.Config(
             app,
-            http=ImpatientProtocol,
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -350,26 +353,47 @@ def server_for(app: ASGIApp) -> uvicorn.Server:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            limit_concurrency=_MOST_CONNECTIONS,
+            limit_concurrency=_MOST_CONNECTIONS + 1,  # From this number on it answers 503.
             timeout_graceful_shutdown=1,
         )
     )
 
 
-class ImpatientProtocol(H11Protocol):
-    """A connection that asks nothing is closed: those that are open are counted."""
+class BoundedProtocol(H11Protocol):
+    """A connection. It has some time for each request head.
+
+    If there are too many, the oldest that has not sent a request head makes room for the next. A request without the
+    key is the last of its connection (`Guarded`), so all others belong to clients with the key.
+    """
+
+    _numbers = itertools.count()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base
+        self._number = next(self._numbers)
+        if len(self.connections) >= _MOST_CONNECTIONS:
+            strangers = [each for each in self.connections if isinstance(each, BoundedProtocol) and each.cycle is None]
+            if strangers:
+                oldest = min(strangers, key=lambda each: each._number)
+                self.connections.discard(oldest)
+                oldest.transport.abort()
         super().connection_made(transport)
-        self.loop.call_later(_SILENT_LIMIT_S, self._close_if_silent)
+        self._await_head()
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None:
+    def on_response_complete(self) -> None:
+        self._await_head()
+        super().on_response_complete()
+
+    def _await_head(self) -> None:
+        """uvicorn closes idle connections, and one that has sent a part of a head is not idle."""
+        self.loop.call_later(_HEAD_LIMIT_S, self._close_without_head, self.cycle)
+
+    def _close_without_head(self, last: object) -> None:
+        if self.cycle is last:
             self.transport.close()
 
 
 class Guarded:
-    """Refuses what must not be answered, and adds the headers to everything else."""
+    """Refuses requests that `Access` does not allow, and adds the headers to all answers."""
 
     def __init__(self, app: ASGIApp, guard: Access) -> None:
         self._app, self._guard = app, guard
@@ -386,10 +410,12 @@ class Guarded:
                 has_begun = True
                 extra = [(name.lower().encode(), value.encode()) for name, value in access.HEADERS.items()]
                 message = {**message, "headers": [*message["headers"], *extra]}
-            await send(message)
+            async with asyncio.timeout(_SEND_LIMIT_S):
+                await send(message)
 
         problem = self._objection(request)
-        app: ASGIApp = PlainTextResponse(f"{problem}\n", 403) if problem else self._app
+        refusal = PlainTextResponse(f"{problem}\n", 403, {"Connection": "close"})
+        app: ASGIApp = refusal if problem else self._app
         try:
             await app(scope, receive, send_with_headers)
         except Exception:
@@ -406,45 +432,8 @@ class Guarded:
         return "" if has_key else access.WRONG_KEY
 
 
-class EventStream(Response):
-    """A response that goes on until the browser hangs up, does not read, or the stream ends."""
-
-    def __init__(self, stream: Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]]) -> None:
-        super().__init__(media_type="text/event-stream")
-        del self.headers["content-length"]
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
-        async def send_piece(body: bytes) -> None:
-            async with asyncio.timeout(_SEND_LIMIT_S):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        stream = asyncio.ensure_future(self._stream(send_piece))
-        hung_up = asyncio.ensure_future(_hang_up(receive))
-        await asyncio.wait([stream, hung_up], return_when=asyncio.FIRST_COMPLETED)
-        for task in (stream, hung_up):
-            task.cancel()
-        await asyncio.gather(stream, hung_up, return_exceptions=True)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _within(awaitable: Awaitable[Any], timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await awaitable
-    except TimeoutError:
-        pass
-
-
 async def _body(request: Request) -> dict[str, Any]:
-    """The JSON object in it; an empty one for anything else."""
+    """The JSON object in the request's body; an empty one if there is none."""
     data = b""
     async for piece in request.stream():
         data += piece

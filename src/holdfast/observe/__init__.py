@@ -1,0 +1,1 @@
+"""Reading a run: the views that commands and the dashboard show are made here."""
