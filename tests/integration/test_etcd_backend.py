@@ -44,6 +44,7 @@ from holdfast.rendezvous.settings import TlsFiles, read
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
+from tests.coordinators import Proxy
 from tests.guarded_etcd import ROOT, call, etcd_with_tls, etcd_with_users
 from tests.nodes import Relay
 
@@ -324,6 +325,17 @@ def test_the_lease_of_a_coordinator_that_ended_during_an_outage_is_revoked_after
     finally:
         locator.stop()
         relay.close()
+
+
+def test_a_leader_key_whose_answer_was_lost_is_this_nodes(etcd: EtcdServer, place: Place) -> None:
+    """The request is sent again, and finds the key that it has created."""
+    proxy = Proxy(etcd.get_port())
+    proxy.is_deaf = True
+    locator = locator_of(place, f"127.0.0.1:{proxy.port},{place.endpoint}")
+    mine = Leader("127.0.0.1", 1, "mine", 8)
+    assert locator._create(mine, place.gateway.grant_lease(60)) == mine
+    locator.stop()
+    proxy.close()
 
 
 def test_a_look_that_is_not_wanted_any_more_starts_no_coordinator(place: Place) -> None:
