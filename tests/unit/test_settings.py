@@ -411,31 +411,3 @@ def test_tokens_that_a_warning_is_about(
 ) -> None:
     settings.warn_of_token(token, address)
     assert [message.startswith(words) for message in caplog.messages] == [True] * bool(words)
-
-
-# TLS.
-
-
-@pytest.mark.parametrize("text", [None, "", "no certificate"])
-def test_tls_files_that_cannot_be_used(tmp_path: Path, text: str | None) -> None:
-    file = tmp_path / "file.pem"
-    if text is not None:
-        file.write_text(text)
-    for files, is_server, which in (
-        (TlsFiles(ca=str(file)), False, f"authority {file}"),
-        (TlsFiles(str(file), "key.pem"), False, f"certificate {file} with key.pem"),
-        (TlsFiles(str(file)), True, f"certificate {file}"),
-        (TlsFiles("cert.pem", "", str(file)), True, f"authority {file}"),
-    ):
-        with pytest.raises(UserError, match=rf"the TLS {which} cannot be used: "):
-            files.load(is_server=is_server)
-    if text == "no certificate":
-        with pytest.raises(UserError, match="there is no certificate in it, or no key for it, or the key has"):
-            TlsFiles(str(file)).load()
-
-
-def test_a_server_without_a_certificate() -> None:
-    assert TlsFiles().load(is_server=True) is None
-    for files in (TlsFiles(key="k"), TlsFiles(ca="a")):
-        with pytest.raises(UserError, match="TLS needs a certificate"):
-            files.load(is_server=True)
