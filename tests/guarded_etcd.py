@@ -16,7 +16,7 @@ ROOT = {"user": "root", "password": "secret"}
 
 def call(gateway: Gateway, path: str, **fields: Any) -> None:
     """A request of the v3 interface that only administrators need: `call(gateway, "auth/role/add", name="reader")`."""
-    gateway._send(f"/v3/{path}", fields, is_repeatable=False)
+    gateway._send(f"/v3/{path}", fields)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""The key-value store over the connection to a coordinator: everything that a store promises, between clients."""
+"""The key-value store between several clients of a coordinator, and over connections that break. What every store
+promises is in test_stores.py."""
 
 from __future__ import annotations
 
@@ -35,18 +36,6 @@ def clients(server: CoordinatorProcess) -> Iterator[list[Store]]:
         yield [each.found.store for each in rounds]
 
 
-def test_what_one_client_sets_another_one_gets(clients: list[Store]) -> None:
-    a, b, c = clients
-    a.set("key", "text")
-    assert b.get("key") == b"text"
-    b.set("key", b"\x00\xff")
-    assert c.get("key") == b"\x00\xff"
-    assert (c.delete_key("key"), a.delete_key("key"), b.check(["key"])) == (True, False, False)
-    a.multi_set(["x", "y", "z"], ["1", b"2", "3"])
-    assert b.multi_get(["z", "x", "y"]) == [b"3", b"1", b"2"]
-    assert (b.check(["x", "y", "z"]), b.check(["x", "other"]), b.multi_get([])) == (True, False, [])
-
-
 def test_a_client_waits_for_another_one(clients: list[Store]) -> None:
     """An answer does not wait for one that takes longer."""
     a, b, c = clients
@@ -60,47 +49,17 @@ def test_a_client_waits_for_another_one(clients: list[Store]) -> None:
     assert [each.result() for each in waiting] == [b"here", b"here", None, None]
 
 
-def test_timeouts(clients: list[Store]) -> None:
-    a, _, _ = clients
-    with pytest.raises(StoreTimeoutError, match=r"timed out after 0.1 s waiting for 'round/1/never'$"):
-        a.wait(["never"], SHORT)
-    a.set_timeout(SHORT)
-    assert a.timeout == SHORT
-    for call in (lambda: a.get("never"), lambda: a.multi_get(["never", "no"]), lambda: a.wait(["no"], timedelta(0))):
-        with pytest.raises(StoreTimeoutError):
-            call()
-
-
-def test_clients_count_and_compete(clients: list[Store]) -> None:
-    def count(store: Store) -> None:
-        for _ in range(50):
-            store.add("sum", 1)
-
-    for each in [Caller(count, store) for store in clients for _ in range(2)]:
-        each.result()
-    assert (clients[0].add("sum", 0), clients[1].get("sum")) == (300, b"300")
-    callers = [Caller(store.compare_set, "leader", "", f"client {rank}") for rank, store in enumerate(clients)]
-    (winner,) = {each.result() for each in callers}
-    assert winner == clients[0].get("leader") == clients[0].compare_set("leader", "nobody", "me")
-    assert clients[0].compare_set("missing", "expected", "me") == b"expected"
-
-
-WRONG: list[tuple[Any, type[Exception], str]] = [
-    (lambda store: store.add("word", 1), UserError, "cannot add to 'round/1/word', its value is not a number"),
-    (lambda store: store.add("n", 2**70), UserError, "store: "),
-    (lambda store: store.set("k", bytes(1 << 20)), UserError, "at most 1048576 can be sent"),
-    (lambda store: store.multi_set(["a"], ["1", "2"]), UserError, "multi_set got 1 keys but 2 values"),
-    (lambda store: store.set("k", 5), TypeError, "a store's values are bytes or text, not int"),
+TOO_LARGE: list[tuple[Any, str]] = [
+    (lambda store: store.add("k", 2**70), "store: "),
+    (lambda store: store.set("k", bytes(1 << 20)), "at most 1048576 can be sent"),
 ]
 
 
-def test_what_cannot_be_stored(clients: list[Store]) -> None:
-    a, b, _ = clients
-    a.set("word", "seven")
-    for call, error, words in WRONG:
-        with pytest.raises(error, match=words):
-            call(a)
-    assert b.get("word") == b"seven"
+@pytest.mark.parametrize(("call", "words"), TOO_LARGE)
+def test_what_cannot_be_sent(clients: list[Store], call: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        call(clients[0])
+    assert not clients[1].check(["k"])
 
 
 def test_rounds_have_stores_of_their_own(server: CoordinatorProcess) -> None:

@@ -15,13 +15,11 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
-from holdfast.errors import UserError
 from holdfast.failures.records import Failure
 from holdfast.rendezvous.api import (
     RendezvousConnectionError,
@@ -36,15 +34,14 @@ from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.gateway import Gateway
 from holdfast.rendezvous.etcd.locator import EtcdLocator, create_handler
 from holdfast.rendezvous.handler import CoordinatorHandler
-from holdfast.rendezvous.membership import protocol
-from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.model import NodeFacts
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.settings import TlsFiles, read
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
-from tests.guarded_etcd import ROOT, call, etcd_with_tls, etcd_with_users
+from tests.coordinators import Proxy
+from tests.guarded_etcd import etcd_with_tls
 from tests.nodes import Relay
 
 
@@ -326,6 +323,17 @@ def test_the_lease_of_a_coordinator_that_ended_during_an_outage_is_revoked_after
         relay.close()
 
 
+def test_a_leader_key_whose_answer_was_lost_is_this_nodes(etcd: EtcdServer, place: Place) -> None:
+    """The request is sent again, and finds the key that it has created."""
+    proxy = Proxy(etcd.get_port())
+    proxy.is_deaf = True
+    locator = locator_of(place, f"127.0.0.1:{proxy.port},{place.endpoint}")
+    mine = Leader("127.0.0.1", 1, "mine", 8)
+    assert locator._create(mine, place.gateway.grant_lease(60)) == mine
+    locator.stop()
+    proxy.close()
+
+
 def test_a_look_that_is_not_wanted_any_more_starts_no_coordinator(place: Place) -> None:
     """A node that looked for its coordinator has heard meanwhile that the run is over."""
     locator = locator_of(place, place.endpoint)
@@ -348,22 +356,6 @@ def test_a_node_that_waits_for_its_turn_finds_the_coordinator_of_another(
     assert found.wait(30)
     assert locator.target().port == 1
     locator.stop()
-
-
-def test_a_coordinator_of_another_version(place: Place) -> None:
-    challenge = encode(protocol.Challenge(protocol.MAJOR + 1, b"x" * protocol.NONCE_BYTES, False))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        leader = keeper.encode_leader(Leader("127.0.0.1", port, "", 1, boot_id=boot_id()))
-        with stored(place, place.leader_key, leader), place.node() as a, ThreadPoolExecutor(1) as thread:
-            said = thread.submit(refusal, a)
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(challenge)
-                assert said.result(30) == (
-                    f"the coordinator at 127.0.0.1:{port} speaks version {protocol.MAJOR + 1} of the protocol, "
-                    f"this agent speaks {protocol.MAJOR}"
-                )
 
 
 # What it costs etcd.
@@ -408,14 +400,6 @@ def test_nobody_listens(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     assert told[0].startswith(f"cannot reach etcd {at}: ")
 
 
-def test_something_that_says_nothing_is_asked_in_no_hurry(place: Place) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as stack:
-        a = stack.enter_context(place.node(endpoint=f"127.0.0.1:{server.getsockname()[1]}", join_timeout=2))
-        began = time.process_time()
-        assert "no answer in time" in refusal(a, RendezvousTimeoutError)
-        assert time.process_time() - began < 1.0
-
-
 def test_an_etcd_that_comes_later(place: Place) -> None:
     relay = Relay(support.free_port())
     try:
@@ -435,12 +419,6 @@ def test_an_etcd_that_comes_later(place: Place) -> None:
         relay.close()
 
 
-def test_the_first_of_several_endpoints_is_dead(place: Place) -> None:
-    with place.node(endpoint=f"127.0.0.1:{support.free_port()},{place.endpoint}") as a:
-        form(a)
-        close(a)
-
-
 def test_shutting_down_does_not_wait_for_an_etcd_that_is_gone() -> None:
     with EtcdServer() as server, server.get_client() as gateway:
         place = Place(server.get_endpoint(), gateway)
@@ -453,44 +431,7 @@ def test_shutting_down_does_not_wait_for_an_etcd_that_is_gone() -> None:
     support.wait_until(lambda: not own_threads(), "the end of all threads")
 
 
-# Who may.
-
-
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[EtcdServer]:
-    with etcd_with_users() as server, server.get_client(**ROOT) as client:
-        call(client, "auth/user/add", name="guest", password="guest")
-        yield server
-
-
-def test_a_password_from_a_file_or_the_environment(
-    guarded: EtcdServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    password = tmp_path / "password"
-    support.write_secret(password, "secret\n")
-    monkeypatch.setenv("HOLDFAST_ETCD_PASSWORD", "secret")
-    with guarded.get_client(**ROOT) as gateway:
-        place = Place(guarded.get_endpoint(), gateway)
-        with place.node("2", user="root", password_file=str(password)) as a, place.node("2", user="root") as b:
-            form(a, b)
-            close(a, b)
-        support.wait_until(lambda: not place.left(), "the end of all keys")
-
-
-@pytest.mark.parametrize(
-    ("user", "password", "words"),
-    [
-        ("root", "wrong", "authentication failed, invalid user ID or password"),
-        ("", "", "user name is empty"),
-        ("guest", "guest", "permission denied"),
-    ],
-)
-def test_who_may_not(
-    guarded: EtcdServer, monkeypatch: pytest.MonkeyPatch, user: str, password: str, words: str
-) -> None:
-    monkeypatch.setenv("HOLDFAST_ETCD_PASSWORD", password)
-    with guarded.get_client(**ROOT) as gateway, Place(guarded.get_endpoint(), gateway).node(user=user) as a:
-        assert words in refusal(a)
+# TLS.
 
 
 @pytest.fixture(scope="module")
@@ -527,33 +468,3 @@ def test_tls_to_etcd_and_between_agents(hidden: Place, certificates: Certificate
             with pytest.raises(TimeoutError):
                 stranger.recv(1)  # A coordinator that speaks plainly would greet it.
         close(a, b)
-
-
-def test_tls_to_etcd_alone(hidden: Place, certificates: Certificates) -> None:
-    files = {"cacert": certificates.ca_pem, "cert": certificates.client_pem, "key": certificates.client_key}
-    with hidden.node(agent_tls="off", **files) as a:
-        form(a)
-        close(a)
-
-
-def test_a_token_between_agents(place: Place, tmp_path: Path) -> None:
-    for name in ("right", "wrong"):
-        support.write_secret(tmp_path / name, f"the {name} token of this run")
-    right, wrong = ({"token_file": str(tmp_path / name)} for name in ("right", "wrong"))
-    with place.node("2", **right) as a, place.node("2", **right) as b, ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(a.next_rendezvous)
-        support.wait_until(place.leader, "a leader")
-        with place.node("2", **wrong) as c:
-            assert "does not know this agent's token" in refusal(c)
-        with place.node("2") as d:
-            assert "this coordinator wants a token, and it brings none" in refusal(d)
-        form(b)
-        waiting.result(30)
-        close(a, b)
-
-
-def test_settings_that_differ(place: Place) -> None:
-    with place.node("1:2") as a, place.node("1:2", lease=4) as b:
-        form(a)
-        assert "rejected this node: " in refusal(b, UserError)
-        close(a)

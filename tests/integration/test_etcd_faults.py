@@ -1,10 +1,11 @@
-"""Runs on etcd whose coordinator is killed or frozen, and whose etcd loses members, its quorum, or all of them."""
+"""Runs on etcd whose coordinator is killed or frozen, and whose etcd loses members, its quorum, or its data."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shutil
 import signal
 import time
 import uuid
@@ -157,16 +158,6 @@ def test_members_of_etcd_are_killed_and_frozen_one_after_the_other(clustered: Sc
     await_age(clustered, first, age(clustered.lives()) + 2.0)
     cluster.resume(frozen)
     fail_once_and_end(clustered)
-
-
-def test_the_leader_of_etcd_is_killed_while_a_round_forms(clustered: Scene, cluster: EtcdCluster) -> None:
-    a = clustered.start("a", "2", **LONG)
-    a.await_line("1 of 2 nodes joined, waiting for 1")
-    cluster.kill(leader_of(cluster))
-    clustered.start("b", "2", **LONG)
-    assert {life.round for life in clustered.await_world(2)} == {1}
-    clustered.order("exit 0")
-    assert clustered.ended() == {"a": 0, "b": 0}
 
 
 def freeze_leader(cluster: EtcdCluster, seconds: float) -> None:
@@ -341,3 +332,71 @@ def test_all_of_etcd_is_down_while_a_round_forms(clustered: Scene, cluster: Etcd
     assert {life.round for life in clustered.await_world(2)} == {1}
     clustered.order("exit 0")
     assert clustered.ended() == {"a": 0, "b": 0}
+
+
+# Data that is lost, and names that are used again.
+
+
+def lose_data(cluster: EtcdCluster) -> None:
+    """Kills all members and starts them again at the same ports, with nothing."""
+    kill_all(cluster)
+    for member in cluster._members:
+        shutil.rmtree(member.home)
+    restart_all(cluster)
+
+
+def test_a_run_outlives_the_loss_of_all_data(clustered: Scene, cluster: EtcdCluster) -> None:
+    """Rounds and restarts go on from what the nodes remember, whatever is stopped, and nothing is charged."""
+    for name in "ab":
+        clustered.start(name, "2", "--max-restarts", "2", **SHORT)
+    clustered.await_world(2)
+    clustered.order("exit 3", rank=1, round=1)
+    clustered.await_world(2, after=1)
+    before = clustered.leader()
+    lose_data(cluster)
+    support.wait_until(lambda: (found := clustered.leader()) and before and found.term > before.term, "a later term")
+    clustered.order("exit 3", rank=1, restarts=1)
+    last = clustered.await_world(2, after=max(life.round for life in clustered.lives(restarts=1)))
+    assert {life.restarts for life in last} == {2}
+    clustered.order("exit 0")
+    assert clustered.ended() == {"a": 0, "b": 0}
+
+
+def test_nodes_that_wait_for_others_go_on_waiting(clustered: Scene, cluster: EtcdCluster) -> None:
+    """Nobody had a place yet. Who comes afterwards is met by whoever was there before."""
+    a = clustered.start("a", "2", **SHORT)
+    a.await_line("1 of 2 nodes joined, waiting for 1")
+    lose_data(cluster)
+    clustered.start("b", "2", **SHORT)
+    assert {life.round for life in clustered.await_world(2)} == {1}
+    clustered.order("exit 0")
+    assert clustered.ended() == {"a": 0, "b": 0}
+
+
+def test_a_node_that_was_away_hears_how_its_run_ended(scene: Scene) -> None:
+    """It was lost, so the run is remembered for `close_linger`. It ends as the others did, and starts nothing."""
+    for name in "ab":
+        scene.start(name, "1:2", last_call=60, close_linger=5, **SHORT)
+    scene.await_world(2)
+    host = scene.host()
+    away, other = sorted(scene.nodes, key=lambda node: node is host)
+    support.halt(away.pid)
+    (alone,) = scene.await_world(1, after=1)
+    scene.order("exit 0")
+    assert other.wait() == 0
+    away.send(signal.SIGCONT)
+    assert scene.ended() == {"a": 0, "b": 0}
+    assert {life.round for life in scene.lives()} == {1, alone.round}
+
+
+def test_a_name_is_free_when_the_only_node_has_left(scene: Scene) -> None:
+    """Before any round was formed. The next comes with other settings, and need not wait."""
+    a = scene.start("a", "2", **SHORT)
+    a.await_line("1 of 2 nodes joined, waiting for 1")
+    a.send(signal.SIGTERM)
+    a.wait()
+    scene.nodes.clear()
+    scene.start("b", "1", leader_lease=3, lease=4)
+    scene.await_world(1)
+    scene.order("exit 0")
+    assert scene.ended() == {"b": 0}

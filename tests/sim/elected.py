@@ -284,14 +284,11 @@ class Candidate:
                 self._revoke(agent, lease)
                 self._found_other(agent, found)
 
-        self._ask(
-            agent,
-            lambda: self._etcd.create(leader, lease),
-            created,
-            lambda: self._ask(
-                agent, lambda: self._etcd.leader, created, lambda: (self._revoke(agent, lease), self._give_up(agent))
-            ),
-        )
+        def unanswered() -> None:
+            self._revoke(agent, lease)
+            self._give_up(agent)
+
+        self._ask(agent, lambda: self._etcd.create(leader, lease), created, unanswered)
 
     def _refuse(self, agent: Agent) -> None:
         """etcd takes no coordinator. It must not be asked again and again."""

@@ -205,6 +205,8 @@ class Gateway:
             result = request.carry_out()
             if not self._is_lost(host):
                 self.engine.after(self.network.delay_s(), self._go_down, request, result)
+            elif not request.is_over:  # The client sends it again, and it is carried out twice.
+                self.engine.after(self._lateness_s() / 4, self._go_up, request)
 
     def _go_down(self, request: Request, result: Any) -> None:
         host = request.asker.host

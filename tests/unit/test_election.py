@@ -301,9 +301,10 @@ def test_the_turn_of_a_vacancy_is_drawn_once() -> None:
     assert candidacy.turn_at(1000, 0.0001, 200.0) == 200.0
 
 
-def test_a_node_that_etcd_refuses_waits_longer_each_time() -> None:
+@pytest.mark.parametrize("now", [100.0, 0.5], ids=["", "on a host that has just booted"])
+def test_a_node_that_etcd_refuses_waits_longer_each_time(now: float) -> None:
     """Nodes that hear of it at the same time do not come back at the same time. A refusal of long ago is forgotten."""
-    candidacy, now, pauses = Candidacy(), 100.0, []
+    candidacy, pauses = Candidacy(), []
     for _ in range(6):
         candidacy.refused(now)
         turn_at = candidacy.turn_at(1, 1.0, now)

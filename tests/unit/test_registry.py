@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import api, registry
+from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import RendezvousHandlerRegistry, RendezvousParameters
 
 MODULE = """
@@ -92,19 +92,6 @@ def test_built_in_backends_are_found_without_a_scan(
     assert handler.get_backend() == backend
     assert handler.get_run_id() == "run"
     handler.shutdown()
-
-
-def test_global_registry_has_the_built_in_backends() -> None:
-    assert {"static", "standalone"} <= set(api.rendezvous_handler_registry.names())
-
-
-def test_registered_backends_are_found_without_a_scan(
-    monkeypatch: pytest.MonkeyPatch, fresh_registry: RendezvousHandlerRegistry
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **kw: pytest.fail("scanned"))
-    fresh_registry.register("mine", lambda params: registry.get_rendezvous_handler(parameters("standalone")))
-    with pytest.raises(RuntimeError, match=r"'mine' .* 'standalone'"):
-        registry.get_rendezvous_handler(parameters("mine"))
 
 
 def test_a_program_may_bring_its_own_built_in(monkeypatch: pytest.MonkeyPatch) -> None:

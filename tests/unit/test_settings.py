@@ -70,10 +70,8 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("on_isolation", "continue", {"on_isolation": "continue"}),
     ("is_host", "true", {"is_host": True}),
     ("is_host", False, {"is_host": False}),
-    ("is_host", "0", {"is_host": False}),
     ("read_timeout", "5", {"read_timeout_s": 5.0}),
     ("rank", "3", {"rank": 3}),
-    ("rank", 0, {"rank": 0}),
     ("rank", None, {}),
     ("http", "node1:9400", {"http": "node1:9400"}),
     ("heartbeat_timeout", 5, {}),
@@ -95,7 +93,6 @@ OF_ETCD: list[tuple[str, Any, dict[str, Any]]] = [
     ("etcd_prefix", "/x/", {"prefix": "/x/"}),
     ("protocol", "http", {"access": EtcdAccess(("http://localhost",))}),
     ("agent_tls", "off", {}),
-    ("agent_tls", "on", {}),
 ]
 CASES = [
     *((backend, *row) for row in VALUES for backend in ("tcp", "static", "etcd")),
@@ -157,11 +154,6 @@ def test_what_is_not_said_follows_from_what_is(
     assert chosen.drop_timeout_s == pytest.approx(drop_timeout_s)
 
 
-def test_the_address_is_passed_on() -> None:
-    parameters = RendezvousParameters("tcp", "host:1", "run", 2, 4, "10.0.0.7")
-    assert settings.read(parameters) == replace(TCP, local_addr="10.0.0.7")
-
-
 def test_times_that_are_none() -> None:
     rows = [row for row in settings.rows_of("tcp").values() if row.kind is settings.SECONDS]
     assert len(rows) > 8
@@ -190,29 +182,18 @@ PLAIN = (
         ("etcd", {"store_type": "tcp"}, "'store_type'; it is for static and tcp"),
         ("tcp", {"admit_delay": -1}, "setting admit_delay must be a number of seconds, at least 0, not -1"),
         ("tcp", {"admit": "never"}, "admit must be now or on-restart, not 'never'"),
-        ("tcp", {"on_isolation": "panic"}, "on_isolation must be stop or continue, not 'panic'"),
-        ("etcd", {"agent_tls": "no"}, "agent_tls must be on or off, not 'no'"),
-        ("etcd", {"protocol": "ftp"}, "protocol must be http or https, not 'ftp'"),
-        ("static", {"store_type": "file"}, "store_type must be tcp, not 'file'"),
         ("etcd", {"is_host": "maybe"}, "the rendezvous setting is_host must be true or false, not 'maybe'"),
-        ("tcp", {"is_host": 2}, "is_host must be true or false, not 2"),
-        ("tcp", {"rank": "first"}, "rank must be a whole number, not 'first'"),
         ("tcp", {"rank": 1.5}, "rank must be a whole number, not 1.5"),
         ("tcp", {"http": "node1"}, "http must be HOST:PORT or PORT, not 'node1'"),
-        ("tcp", {"keep_alive_max_attempt": "x"}, "keep_alive_max_attempt must be a whole number above 0, not 'x'"),
         ("tcp", {"keep_alive_max_attempt": 0}, "keep_alive_max_attempt must be a whole number above 0, not 0"),
         ("tcp", {"keep_alive_max_attempt": 1}, "lease=1 is too short for a heartbeat every 1 s"),
         ("tcp", {"lease": 1.5, "heartbeat": 1}, "lease=1.5 is too short for a heartbeat every 1 s"),
         ("tcp", {"drop_timeout": 1.6}, "drop_timeout=1.6 is too short: it must be longer than heartbeat + "
          "reconnect_grace and a tenth more (1.65 s)"),
-        ("etcd", {"drop_timeout": 2, "heartbeat": 2}, "drop_timeout=2 is too short"),
         ("static", {"coordinator_port": "0"}, "coordinator_port must be a port from 1 to 65535, or off, not '0'"),
-        ("static", {"coordinator_port": 65536}, "coordinator_port must be a port from 1 to 65535, or off, not 65536"),
         ("etcd", {"coordinator_port": 65536}, "coordinator_port must be a port from 0 to 65535, not 65536"),
-        ("etcd", {"coordinator_port": "off"}, "coordinator_port must be a port from 0 to 65535, not 'off'"),
         ("etcd", {"leader_lease": 1}, "leader_lease must be a whole number of seconds, at least 2, not 1"),
         ("etcd", {"leader_lease": "2.5"}, "leader_lease must be a whole number of seconds, at least 2, not '2.5'"),
-        ("etcd", {"leader_lease": "inf"}, "leader_lease must be a whole number of seconds, at least 2, not 'inf'"),
         ("etcd", {"prefix": "//"}, "prefix must be a prefix of keys, such as /holdfast, not '//'"),
         ("tcp", {"tls_key": "k.pem"}, "tls_key 'k.pem' is the key of no certificate: tls_cert is missing"),
         ("etcd", {**ALL, "key": "k.pem"}, "key 'k.pem' is the key of no certificate: cert is missing"),
@@ -228,10 +209,7 @@ PLAIN = (
         ("etcd", {"tls_ca": "a"}, PLAIN),
         ("etcd", {"endpoint": "http://a", "tls_ca": "a"}, "a node that may start a coordinator needs tls_cert beside"),
         ("etcd", {"endpoint": "a,,b"}, "rendezvous endpoint 'a,,b': one of the endpoints is empty"),
-        ("etcd", {"endpoint": ","}, "rendezvous endpoint ',': one of the endpoints is empty"),
         ("etcd", {"endpoint": "a:0"}, "rendezvous endpoint 'a:0': etcd cannot listen at port 0"),
-        ("etcd", {"endpoint": "a:port"}, "port 'port' is not a number from 0 to 65535"),
-        ("etcd", {"endpoint": "a/path"}, "'a/path' is not a host name or an IP address"),
         ("etcd", {"endpoint": "http://"}, "etcd endpoint 'http://' is not [http://|https://]host[:port]"),
         ("etcd", {"endpoint": "ftp://a"}, "etcd endpoint 'ftp://a' is not [http://|https://]host[:port]"),
     ],
@@ -261,16 +239,10 @@ def test_a_setting_without_effect_is_said_to_have_none(caplog: pytest.LogCapture
         (" a = 1 , b = 2 ", {"a": "1", "b": "2"}),
         ("a=1,a=2", {"a": "2"}),
         ("a=b=c", {"a": "b=c"}),
-        ("a==", {"a": "="}),
-        ("a b=1", {"a b": "1"}),
         ("a", "'a' has no value"),
         ("a= ", "'a' has no value"),
-        ("b=1,a", "'a' has no value"),
         ("=1", "'=1' has no key"),
-        ("=", "'=' has no key"),
-        (",", "'' has no key"),
         ("a=1,", "'' has no key"),
-        ("a=1,,b=2", "'' has no key"),
         ("run_id=x", "'run_id' is not a setting"),
         ("a=1, backend = x", "'backend' is not a setting"),
     ],
@@ -411,31 +383,3 @@ def test_tokens_that_a_warning_is_about(
 ) -> None:
     settings.warn_of_token(token, address)
     assert [message.startswith(words) for message in caplog.messages] == [True] * bool(words)
-
-
-# TLS.
-
-
-@pytest.mark.parametrize("text", [None, "", "no certificate"])
-def test_tls_files_that_cannot_be_used(tmp_path: Path, text: str | None) -> None:
-    file = tmp_path / "file.pem"
-    if text is not None:
-        file.write_text(text)
-    for files, is_server, which in (
-        (TlsFiles(ca=str(file)), False, f"authority {file}"),
-        (TlsFiles(str(file), "key.pem"), False, f"certificate {file} with key.pem"),
-        (TlsFiles(str(file)), True, f"certificate {file}"),
-        (TlsFiles("cert.pem", "", str(file)), True, f"authority {file}"),
-    ):
-        with pytest.raises(UserError, match=rf"the TLS {which} cannot be used: "):
-            files.load(is_server=is_server)
-    if text == "no certificate":
-        with pytest.raises(UserError, match="there is no certificate in it, or no key for it, or the key has"):
-            TlsFiles(str(file)).load()
-
-
-def test_a_server_without_a_certificate() -> None:
-    assert TlsFiles().load(is_server=True) is None
-    for files in (TlsFiles(key="k"), TlsFiles(ca="a")):
-        with pytest.raises(UserError, match="TLS needs a certificate"):
-            files.load(is_server=True)

@@ -131,7 +131,21 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(
     """As the user has named them, and a passphrase is not asked for."""
     openssl("ec", "-in", made.client_key, "-aes128", "-passout", "pass:secret", "-out", "locked.key", cwd=tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"^the TLS certificate .*client\.pem with locked\.key cannot be used: "):
-        ReloadingTls(made.client_pem, "locked.key", made.ca_pem, is_server=is_server)
-    with pytest.raises(UserError, match=r"^the TLS authority missing\.pem cannot be used: No such file"):
-        ReloadingTls(made.client_pem, made.client_key, "missing.pem", is_server=is_server)
+    for name, text in (("empty", ""), ("junk", "no certificate")):
+        (tmp_path / name).write_text(text)
+    unreadable = "there is no certificate in it, or no key for it, or the key has a passphrase"
+    for files, words in (
+        ((made.client_pem, "locked.key", made.ca_pem), r"certificate .*client\.pem with locked\.key cannot be used: "),
+        ((made.client_pem, made.client_key, "missing"), "authority missing cannot be used: No such file"),
+        ((made.client_pem, made.client_key, "empty"), "authority empty cannot be used: "),
+        (("missing",), "certificate missing cannot be used: No such file"),
+        (("junk",), f"certificate junk cannot be used: {unreadable}"),
+    ):
+        with pytest.raises(UserError, match=f"^the TLS {words}"):
+            ReloadingTls(*files, is_server=is_server)
+
+
+def test_a_server_without_a_certificate() -> None:
+    for files in ({"key": "k"}, {"ca": "a"}):
+        with pytest.raises(UserError, match="TLS needs a certificate"):
+            ReloadingTls(**files, is_server=True)

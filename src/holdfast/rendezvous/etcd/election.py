@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
-from math import log, log2
+from math import inf, log, log2
 from typing import assert_never
 
 from holdfast.frozen import frozen
@@ -233,7 +233,7 @@ class Candidacy:
 
     def __init__(self) -> None:
         self._turn_at: float | None = None
-        self._pause_s = self._paused_until = 0.0
+        self._pause_s, self._paused_until = 0.0, -inf
 
     def turn_at(self, node_count: int, draw: float, now: float) -> float:
         """The office is vacant, and so many nodes know. `draw` is a random number from 0 to 1; the first one counts."""

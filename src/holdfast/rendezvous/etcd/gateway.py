@@ -1,16 +1,16 @@
 """A client of etcd: keys, transactions and leases, over the JSON gateway of its v3 interface (etcd 3.4 and later).
 
 Finding a member. A request goes to the member that answered last, then to the others by turns, with growing pauses,
-until `request_timeout_s` is over. Each gets an equal share of that time, so a frozen one does not use it up. One that
-will never work (wrong certificate, not an etcd) is passed over; if all are so, `EtcdRefused` is raised at once.
+until `request_timeout_s` is over. Each member gets an equal share of that time, so a frozen one does not use it up. A
+member that will never work (wrong certificate, not an etcd) is passed over; if all are so, `EtcdRefused` is raised at
+once.
 
-Repeating. Reads, puts, deletes and lease requests may be sent twice. A transaction may not: once it may have reached a
-member it is not sent again, and if there is no answer `Unavailable.is_unknown` says that it may have been carried out.
+Repeating. Every request may be carried out twice, or after the caller has given up. Callers write with transactions
+whose condition does not hold any more once they were carried out.
 
-Connections. Each request has its own, which the member closes after its answer: a run sends one a second, and what a
-kept connection that etcd has closed meanwhile makes of a transaction would be unknown. No request waits beyond its
-deadline, even if the answer arrives byte by byte; only the lookup of a host name has the resolver's own limit. Proxies
-of the environment are ignored.
+Connections. Each request has its own, which the member closes after its answer: a run sends one request a second. No
+request waits beyond its deadline, even if the answer arrives byte by byte; only the lookup of a host name has the
+resolver's own limit. Proxies of the environment are ignored.
 
 Errors by who can act: `Unavailable` (time), `EtcdRefused` (a person), `LeaseGone` (the caller: a new lease).
 """
@@ -50,11 +50,7 @@ class EtcdError(HoldfastError):
 
 
 class Unavailable(EtcdError):  # noqa: N818
-    """No answer in time. `is_unknown`: the request may have been carried out all the same."""
-
-    def __init__(self, problem: str, is_unknown: bool = False) -> None:
-        super().__init__(problem)
-        self.is_unknown = is_unknown
+    """No answer in time. The request may have been carried out all the same, or may yet be."""
 
 
 class EtcdRefused(EtcdError):  # noqa: N818
@@ -167,7 +163,7 @@ class Gateway:
         """If the compare holds carry out `then`, all of it or nothing. Whether it held, and if not the value of the key
         `otherwise` at that moment."""
         fields = {"compare": [compare], "success": then, "failure": [{"request_range": {"key": otherwise}}]}
-        done = self._send("/v3/kv/txn", fields, is_repeatable=False)
+        done = self._send("/v3/kv/txn", fields)
         return done.succeeded, None if done.succeeded else done.responses[0]["response_range"].value
 
     def grant_lease(self, ttl_s: int) -> int:
@@ -195,12 +191,11 @@ class Gateway:
             where = self._members[self._preferred].name
             raise EtcdRefused(f"etcd {version!r} at {where} is too old: holdfast needs 3.4 or later")
 
-    def _send(self, path: str, fields: Fields | None, *, is_repeatable: bool = True) -> Reply:
+    def _send(self, path: str, fields: Fields | None) -> Reply:
         """Ask one member after the other until one answers."""
         body = None if fields is None else msgspec.json.encode(fields)
         deadline = time.monotonic() + self._timeout_s
         failures: dict[str, EtcdError] = {}
-        is_unknown = False
         for number in self._turns(deadline):
             member = self._members[number]
             share_s = min(self._timeout_s / len(self._members), deadline - time.monotonic())
@@ -210,14 +205,10 @@ class Gateway:
                 failures[member.name] = failure
                 if self._preferred == number:
                     self._preferred = (number + 1) % len(self._members)
-                is_unknown = not is_repeatable and isinstance(failure, Unavailable) and failure.is_unknown
-            if is_unknown:
-                break
             if all(isinstance(failures.get(each.name), _Unusable) for each in self._members):
                 raise EtcdRefused(f"etcd: {_listed(failures)}")
         reason = "the client is closed" if self._closing.is_set() else _listed(failures)
-        doubt = "; whether the write has happened is unknown" if is_unknown else ""
-        raise Unavailable(f"etcd has not answered within {self._timeout_s:.2g} s: {reason}{doubt}", is_unknown)
+        raise Unavailable(f"etcd has not answered within {self._timeout_s:.2g} s: {reason}")
 
     def _turns(self, deadline: float) -> Iterator[int]:
         """The members by turns, the one that worked last first, until the time is up."""
@@ -242,10 +233,7 @@ class Gateway:
 
     def _authenticate(self, member: _Member, deadline: float) -> str:
         """A new token. Threads that ask at the same time get different ones, all of them good."""
-        try:
-            self._token = member.ask("/v3/auth/authenticate", self._credentials, "", deadline).token
-        except Unavailable as failure:
-            raise Unavailable(str(failure)) from None  # The caller's request was not sent.
+        self._token = member.ask("/v3/auth/authenticate", self._credentials, "", deadline).token
         return self._token
 
 
@@ -261,10 +249,9 @@ class _Member:
         method, content = ("GET", b"") if body is None else ("POST", body)
         head = f"{method} {path} HTTP/1.1\r\nHost: {self.name}\r\n{_HEADERS}Content-Length: {len(content)}\r\n"
         head += f"Authorization: {token}\r\n\r\n" if token else "\r\n"
-        is_sent, received = False, bytearray()
+        received = bytearray()
         try:
             with self._connect(deadline) as sock:
-                is_sent = True
                 sock.sendall(head.encode() + content)
                 while len(received) <= MAX_ANSWER_BYTES and (piece := sock.recv(_READ_BYTES)):
                     received += piece
@@ -276,7 +263,7 @@ class _Member:
             response.begin()
             return _read(self.name, response.status, response.read())
         except (OSError, HTTPException, ValueError) as error:
-            raise _failure(error, is_sent) from None
+            raise _failure(error) from None
 
     def _connect(self, deadline: float) -> socket.socket:
         sock = socket.create_connection((self._host, self._port), _left_s(deadline))
@@ -309,14 +296,13 @@ def parse_etcd_endpoint(endpoint: str, is_secure: bool) -> tuple[str, str, int]:
 
 _NOT_ETCD = "this is not an answer of etcd"
 _NOT_FOUND, _UNAUTHENTICATED = 5, 16
-# Canceled, unknown, deadline exceeded, internal, unavailable, data loss: it may have been carried out.
-_UNFINISHED = frozenset({1, 2, 4, 13, 14, 15})
-_NOT_BEGUN = ("no leader", "too many requests", "not capable", "not supported for learner")
+# Canceled, unknown, deadline exceeded, internal, unavailable, data loss.
+_PASSING = frozenset({1, 2, 4, 13, 14, 15})
 _CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError, RemoteDisconnected, ConnectionResetError)
 
 
 def _read(name: str, status: int, data: bytes) -> Reply:
-    """Raises what it means if it is not the answer to the request."""
+    """Raises an error if it is not the answer to the request."""
     answer, problem = Reply(), ""
     try:
         answer = _reply_decoder.decode(data)
@@ -326,9 +312,9 @@ def _read(name: str, status: int, data: bytes) -> Reply:
     if code := complaint.code or complaint.grpc_code:
         raise _meaning(name, code, complaint.message.removeprefix("etcdserver: "))
     if status >= 500:
-        raise Unavailable(f"HTTP status {status}", is_unknown=True)
+        raise Unavailable(f"HTTP status {status}")
     if status == 200 and not data:  # A member that is about to end hangs up before the first line of a stream.
-        raise Unavailable("the answer is empty", is_unknown=True)
+        raise Unavailable("the answer is empty")
     answer = answer.result or answer
     if status != 200 or (answer.header is None and not answer.etcdserver):
         raise _Unusable(f"{_NOT_ETCD}: HTTP status {status}, {data[:80].decode(errors='replace').strip()!r}{problem}")
@@ -338,23 +324,18 @@ def _read(name: str, status: int, data: bytes) -> Reply:
 def _meaning(name: str, code: int, text: str) -> EtcdError:
     if code == _UNAUTHENTICATED or "revision of auth store is old" in text:
         return _StaleToken(f"etcd at {name}: {text}")
-    if any(words in text for words in _NOT_BEGUN):
-        return Unavailable(text)
     if code == _NOT_FOUND and "lease not found" in text:
         return LeaseGone(f"etcd at {name}: {text}")
-    if code in _UNFINISHED:
-        return Unavailable(text, is_unknown=True)
+    if code in _PASSING or "too many requests" in text:
+        return Unavailable(text)
     return EtcdRefused(f"etcd at {name}: {text}")
 
 
-def _failure(error: Exception, is_sent: bool) -> EtcdError:
-    """`is_sent`: the request was sent, at least in part."""
+def _failure(error: Exception) -> EtcdError:
     if isinstance(error, ssl.SSLError) and not isinstance(error, (TimeoutError, *_CUT_OFF)):
         return _Unusable(f"TLS: {error.reason or error}")
     if isinstance(error, TimeoutError):
-        text = "no answer in time" if is_sent else "no connection in time"
-    elif isinstance(error, _CUT_OFF):  # A member that is killed looks like one that expected the other protocol.
-        text = "the connection was closed without an answer (is it http or https?)"
-    else:
-        text = (getattr(error, "strerror", None) or "the connection broke").lower()
-    return Unavailable(text, is_unknown=is_sent)
+        return Unavailable("no answer in time")
+    if isinstance(error, _CUT_OFF):  # A member that is killed looks like one that expected the other protocol.
+        return Unavailable("the connection was closed without an answer (is it http or https?)")
+    return Unavailable((getattr(error, "strerror", None) or "the connection broke").lower())

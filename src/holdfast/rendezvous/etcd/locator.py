@@ -192,15 +192,12 @@ class EtcdLocator(Locator):
             return leader
 
     def _create(self, mine: Leader, lease: int) -> Leader | None:
-        """The leader key as it is afterwards."""
+        """The leader key as it is afterwards. If etcd does not answer, the lease is revoked: a request that is carried
+        out later creates nothing."""
         key = self._leader_key
-        try:
-            put = gateway.put(key, keeper.encode_leader(mine), lease)
-            is_created, found = self._gateway.transact(gateway.is_missing(key), [put], key)
-            return mine if is_created else keeper.decode_leader(found)
-        except gateway.Unavailable:
-            # It may have been carried out all the same, or may yet be: the lease is revoked if it was not.
-            return self._read_leader()
+        put = gateway.put(key, keeper.encode_leader(mine), lease)
+        is_created, found = self._gateway.transact(gateway.is_missing(key), [put], key)
+        return mine if is_created else keeper.decode_leader(found)
 
     def _host(self, sock: socket.socket, leader: Leader, lease: int, sent_at: float) -> None:
         options = self._options
