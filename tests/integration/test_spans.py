@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from holdfast.telemetry import spans
 from holdfast.telemetry.history import History
@@ -166,6 +169,25 @@ def test_the_command_sends_spans_to_the_endpoint_in_the_environment(tmp_path: Pa
         assert place.service_names == {"holdfast", "mine"}
 
 
+def test_a_run_that_ends_before_the_packages_are_imported_sends_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a short run on a busy machine: 1. the run ends; 2. the import is done; 3. the spans are sent."""
+    import_may_end, exporter = threading.Event(), InMemorySpanExporter()
+
+    def provider() -> tuple[TracerProvider, bool]:
+        import_may_end.wait(support.DEADLINE_S)
+        found = TracerProvider()
+        found.add_span_processor(SimpleSpanProcessor(exporter))
+        return found, True
+
+    monkeypatch.setattr(spans, "_provider", provider)
+    tracing = spans.Tracing({"run_id": "job7"})
+    later = threading.Timer(spans._PATIENCE_S + 0.5, import_may_end.set)
+    later.start()
+    tracing.close()
+    assert [span.name for span in exporter.get_finished_spans()] == ["run job7"]
+    later.join()
+
+
 def test_an_endpoint_that_refuses_is_at_most_a_warning(tmp_path: Path) -> None:
     said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{support.free_port()}")
     told = [line for line in said.splitlines() if "span" in line]
@@ -223,6 +245,7 @@ def test_when_they_are_wanted(monkeypatch: pytest.MonkeyPatch, variables: dict[s
 def test_a_queue_that_is_full_loses_spans_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(spans, "_provider", lambda: gate.wait(support.DEADLINE_S) and None)
+    monkeypatch.setattr(spans, "_IMPORT_LIMIT_S", 0.01)
     monkeypatch.setattr(spans, "_PATIENCE_S", 0.01)
     tracing = spans.Tracing({"run_id": "job7"})
     history = History()

@@ -15,7 +15,8 @@ itself. Otherwise nothing is imported.
 
 The agent only puts each change of its history into a bounded queue. A thread imports the packages, makes the spans and
 waits for the exporter, so an exporter that hangs or fails costs spans and nothing else. At the end of the run it has
-two seconds to send the last ones.
+two seconds to send the last ones. On a busy machine a short run ends before the packages are imported; the two seconds
+begin after the import.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ logger = Logger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _QUEUE_LENGTH = 1024
+_IMPORT_LIMIT_S = 20.0
 _PATIENCE_S = 2.0
 _IN_ROUND = ("starting", "running", "stopping", "finished")
 
@@ -72,6 +74,7 @@ class Tracing:
         self._attributes = dict(attributes)
         self._changes: queue.Queue[Change | None] = queue.Queue(_QUEUE_LENGTH)
         self._began_ns = time.time_ns()
+        self._is_imported = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-spans", daemon=True)
         try:
             self._thread.start()
@@ -85,6 +88,7 @@ class Tracing:
     def close(self) -> None:
         self._put(None)
         if self._thread.is_alive():
+            self._is_imported.wait(_IMPORT_LIMIT_S)
             self._thread.join(_PATIENCE_S)
             if self._thread.is_alive():
                 logger.warning("the last spans could not be sent within %g s", _PATIENCE_S)
@@ -99,7 +103,10 @@ class Tracing:
 
     def _run(self) -> None:
         try:
-            found = _provider()
+            try:
+                found = _provider()
+            finally:
+                self._is_imported.set()
             if found is None:
                 return
             provider, is_ours = found
