@@ -16,6 +16,11 @@ _KERNEL_LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children
 KILL_PATIENCE_S = 5.0
 MARK_VARIABLE = "HOLDFAST_TREE"
 
+# By machine: the number of read, and those of select and pselect.
+_PROMPT_CALLS = {"x86_64": ("0", ("23", "270")), "aarch64": ("63", ("72",))}
+# The kernel's numbers for consoles, serial lines and pseudo terminals.
+_TERMINALS = (4, 5, 204, *range(136, 144))
+
 
 def children_of(pid: int) -> list[int]:
     """The direct children of a process, of all its threads. Empty when it is gone."""
@@ -126,6 +131,23 @@ def wait_channel(pid: int) -> str:
     """The kernel's function in which the process sleeps; empty if it does not or may not be asked."""
     text = _read_text(f"/proc/{pid}/wchan").strip("\0 \n")
     return "" if text == "0" else text
+
+
+def is_at_prompt(pid: int) -> bool:
+    """Whether the main thread waits for what a person types: in a read of a terminal, or, as readline does, in a select
+    of stdin alone. False if the kernel does not tell."""
+    call, first, *_ = (*_read_text(f"/proc/{pid}/syscall").split(), "", "")
+    reads, selects = _PROMPT_CALLS.get(os.uname().machine, ("", ()))
+    if call == reads:
+        fd = int(first, 16)
+    elif call in selects and int(first, 16) == 1:  # The number of descriptors, from 0 on.
+        fd = 0
+    else:
+        return False
+    try:
+        return os.major(os.stat(f"/proc/{pid}/fd/{fd}").st_rdev) in _TERMINALS
+    except OSError:
+        return False
 
 
 def command_line(pid: int) -> str:

@@ -18,6 +18,7 @@ from holdfast.cli import stacks as cli_stacks
 from holdfast.errors import HostError
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast
+from tests.e2e.terminal import terminal
 
 EXAMPLE = str(Path(__file__).parent.parent.parent / "examples" / "hang.py")
 
@@ -313,6 +314,21 @@ def test_a_console_that_blocks_is_not_the_workers_fault(holdfast: Holdfast) -> N
     with open(read_fd, "rb") as reader:
         assert len(reader.read()) == 20_000 * 101
     ended = run.wait()
+    assert ended.code == 0, str(ended)
+    assert "hang" not in own_words(ended)
+
+
+def test_a_worker_at_a_prompt_is_not_hung(holdfast: Holdfast) -> None:
+    script = holdfast.script("breakpoint()\nprint('worked')")
+    bounds = ("--hang-timeout=1s", "--start-timeout=1s", "--progress-signals=output")
+    with terminal() as (near, far):
+        run = holdfast.start(*COMMON, *bounds, script, stdin=far, stdout=far)
+        os.close(far)
+        near.read_until("(Pdb)")
+        assert not select.select([near.fd], [], [], 4)[0], "for four times as long as the bounds"
+        os.write(near.fd, b"c\n")
+        near.read_until("worked")
+        ended = run.wait()
     assert ended.code == 0, str(ended)
     assert "hang" not in own_words(ended)
 

@@ -71,6 +71,46 @@ def test_a_signal_reaches_the_workers_and_tells_its_number(
     assert list(holdfast.temporary.iterdir()) == []
 
 
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ctrl_z_stops_the_workers_too(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    """As a shell with job control starts it: a process group of its own, which is not orphaned. A worker's own children
+    stop as well."""
+    script = holdfast.script("""
+        import subprocess, sys
+        child = subprocess.Popen(["sleep", "3600"])
+        with open(sys.argv[1], "w") as box:
+            box.write(f"{child.pid}\\n")
+        child.wait()
+    """)
+    running = holdfast.start(script, str(mailbox), start_new_session=False, process_group=0)
+    [child] = mailbox.numbers(1)
+    pids = [running.pid, *running.workers(), child]
+    running.send(signal.SIGTSTP)
+    wait_until(lambda: [state_of(pid) for pid in pids] == ["T"] * 3, "all are stopped")
+    told = "holdfast: this process and its workers are stopped until it is continued (fg)"
+    assert running.so_far().own[-1] == told
+    running.send(signal.SIGCONT)
+    wait_until(lambda: "T" not in [state_of(pid) for pid in pids], "all go on")
+    running.send(signal.SIGTSTP)
+    wait_until(lambda: [state_of(pid) for pid in pids] == ["T"] * 3, "all are stopped again")
+    running.send(signal.SIGCONT)
+    running.send(signal.SIGTERM)
+    assert running.wait().code == 128 + signal.SIGTERM
+
+
+def test_ctrl_z_that_the_kernel_drops_stops_nothing(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    """No shell could continue the command, as in a container."""
+    running = started(holdfast, mailbox)
+    running.send(signal.SIGTSTP)
+    wait_until(lambda: "are stopped until" in running.so_far().err, "the signal was handled")
+    wait_until(lambda: "T" not in map(state_of, [running.pid, *running.workers()]), "all go on")
+    running.send(signal.SIGTERM)
+    assert running.wait().code == 128 + signal.SIGTERM
+
+
 def test_a_signal_of_the_users_choice(holdfast: Holdfast, mailbox: Mailbox) -> None:
     running = started(holdfast, mailbox, "--signals-to-handle", "SIGTERM,SIGUSR1")
     running.send(signal.SIGUSR1)

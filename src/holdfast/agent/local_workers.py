@@ -446,6 +446,11 @@ class LocalWorkers(Workers):
                 failure.evidence = changed(failure.evidence, **known)
         return settled
 
+    def send(self, number: signal.Signals) -> None:
+        for leader in self.context.running().values() if self.context is not None else ():
+            for pid in (leader, *procfs.descendants_of(leader)):
+                procfs.kill(pid, number)
+
     def unkillable(self) -> tuple[int, ...]:
         return tuple(pid for pid, _ in self.context.survivors) if self.context is not None else ()
 

@@ -66,7 +66,8 @@ class AgentLoop:
         """However it ends, nothing is left of the workers."""
         end, is_shut_down = RunEnd("error"), False
         try:
-            result = self._final_result(self._drive())
+            with signals.inbox().stopped_together(self._stop_together):
+                result = self._final_result(self._drive())
             unsaid = "this node has failed" if result.is_failed() else "timed out waiting for the other nodes to finish"
             reason = self._outcome.reason if self._outcome is not None else unsaid
             end = RunEnd("failed" if result.is_failed() else "succeeded", reason, result)
@@ -104,6 +105,14 @@ class AgentLoop:
             else:
                 pending.extend(self._next_events())
         return self._machine.end
+
+    def _stop_together(self, number: signal.Signals) -> None:
+        """SIGSTOP: Ctrl-Z is about to stop this process, and the workers must not go on without it. SIGCONT: both go
+        on. The lease of a node goes on meanwhile, and the spawner kills the workers when it ends."""
+        if number == signal.SIGSTOP:
+            lost = "; the other nodes go on without this one when its lease ends" if self._run.has_leases else ""
+            logger.warning("this process and its workers are stopped until it is continued (fg)%s", lost)
+        self._workers.send(number)
 
     def _leave(self, number: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""

@@ -63,6 +63,9 @@ class Workers:
     def shutdown(self, grace_s: float, number: signal.Signals | None = None) -> None:
         """Stop workers that are left, with that signal, and release everything. Blocks."""
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the workers and to all processes that they have started."""
+
     def unkillable(self) -> tuple[int, ...]:
         """After a stop: the pids that even SIGKILL did not end."""
         return ()

@@ -86,7 +86,8 @@ class HangWatch:
             return None
         try:
             movements = self._movements(running, now, has_dumped=is_again)
-            found = self._machine.step(movements, now, is_again=is_again, is_blind=self.output.is_blind)
+            is_held_up = self.output.is_blind or _is_at_prompt(running.values())
+            found = self._machine.step(movements, now, is_again=is_again, is_held_up=is_held_up)
         except Exception as error:
             logger.warning("hangs are not watched for any more: %s: %s", type(error).__name__, error)
             self._machine = None
@@ -123,6 +124,11 @@ class HangWatch:
         """For how long that worker has written nothing, and its step."""
         written_at = self.output.moved_at([local_rank])
         return None if written_at is None else time.monotonic() - written_at, self._progress.of(local_rank)[1]
+
+
+def _is_at_prompt(leaders: Iterable[int]) -> bool:
+    """Whether a worker waits for a person, as at `breakpoint()`."""
+    return any(procfs.is_at_prompt(pid) for leader in leaders for pid in (leader, *procfs.descendants_of(leader)))
 
 
 def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = None, *, native: bool = True) -> Picture:
