@@ -77,19 +77,24 @@ def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> OSError
     problem: OSError | None = None
     if stream is None:
         return None
-    try:
-        fd = stream.fileno()
-    except OSError:  # Not a file.
+    if (fd := _descriptor_of(stream)) is None:
         with contextlib.suppress(OSError, ValueError):
             stream.write(text)
-    except ValueError:  # Closed.
-        pass
-    else:
-        pieces = [text] if _pieces_of is None else _pieces_of(text)
-        for piece in pieces:
-            data = piece.encode(stream.encoding or "utf-8", "backslashreplace")
-            problem = _queue.put(stream, fd, data, may_drop and len(pieces) == 1) or problem
+        return None
+    pieces = [text] if _pieces_of is None else _pieces_of(text)
+    for piece in pieces:
+        data = piece.encode(stream.encoding or "utf-8", "backslashreplace")
+        problem = _queue.put(stream, fd, data, may_drop and len(pieces) == 1) or problem
     return problem
+
+
+def _descriptor_of(stream: TextIO) -> int | None:
+    """None for an object in the place of a stream. A notebook's has a descriptor, but that is of the terminal in which
+    the notebook was started."""
+    try:
+        return stream.fileno() if isinstance(stream, io.TextIOWrapper) else None
+    except (OSError, ValueError):  # In memory, or closed.
+        return None
 
 
 class _Text:
