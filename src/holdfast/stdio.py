@@ -33,6 +33,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
+from holdfast.text import plural
+
 _PIECE_BYTES = select.PIPE_BUF  # To this size the kernel writes a text to a pipe in one piece, or not at all.
 _QUEUE_BYTES = 1 << 20  # How much text may wait, not counting texts that must not be dropped.
 _PATIENCE_S = 5.0  # How long the end of the process waits for a reader that reads nothing.
@@ -165,7 +167,7 @@ class _Queue:
         if self._dropped_at is not None:
             fd, count = self._dropped_at
             self._dropped_at = None
-            lines = "1 line" if count == 1 else f"{count} lines"
+            lines = plural(count, "line")
             self._append(_Text(fd, f"holdfast: {lines} dropped here, because this output was not read\n".encode()))
 
     def _write_texts(self) -> None:

@@ -27,10 +27,9 @@ from holdfast.agent import (
     WorkerState,
     local,
 )
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError
 from holdfast.failures.records import Failure
 from holdfast.process import DefaultLogsSpecs, Std
-from holdfast.process.errors import record
 from holdfast.rendezvous import (
     RendezvousClosedError,
     RendezvousInfo,
@@ -193,12 +192,6 @@ def test_an_agent_can_run_again(mailbox: support.Mailbox) -> None:
         assert agent.run().return_values == {0: "life 1 of rank 0", 1: "life 1 of rank 1"}
 
 
-def test_workers_that_end_before_anybody_looks() -> None:
-    """Their ends may be reported together with the start of the last one; nothing comes afterwards."""
-    for _ in range(20):
-        assert make_agent("true", local_world_size=4).run().state is WorkerState.SUCCEEDED
-
-
 @pytest.mark.usefixtures("no_descriptor_leak")
 def test_no_descriptor_is_left_open_after_many_rounds(tmp_path: Path) -> None:
     handler = StandaloneRendezvous("run")
@@ -249,25 +242,7 @@ def test_the_users_master_and_the_static_world() -> None:
     assert (told[3]["MASTER_ADDR"], told[3]["MASTER_PORT"]) == ("example", "77")
 
 
-def test_virtual_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    agent = make_agent(entrypoints.environment, "LOCAL_RANK", "RANK", "CUDA_VISIBLE_DEVICES", virtual_local_rank=True)
-    values = agent.run().return_values
-    found = [tuple(value.values()) for value in values.values()]
-    assert found == [(b"0", b"0", b"5"), (b"0", b"1", b"7")]
-
-
 # Errors of workers.
-
-
-@record
-def recorded_failure() -> None:
-    raise KeyError("recorded")
-
-
-def test_the_error_of_a_recorded_function(tmp_path: Path) -> None:
-    result = make_agent(recorded_failure, local_world_size=1, logs_specs=DefaultLogsSpecs(str(tmp_path / "f"))).run()
-    assert "KeyError: 'recorded'" in str(result.failures[0].message)
 
 
 def test_the_evidence_is_complete_when_the_run_is_over() -> None:
@@ -276,13 +251,6 @@ def test_the_evidence_is_complete_when_the_run_is_over() -> None:
     failure = make_agent("bash", "-c", code, local_world_size=1).run().failures[0]
     assert failure.evidence is not None
     assert failure.evidence.stderr_tail.strip().endswith("line 2000")
-
-
-def test_an_unreadable_error_file_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    code = 'echo junk > "$TORCHELASTIC_ERROR_FILE"; exit 3'
-    agent = make_agent("bash", "-c", code, local_world_size=1, logs_specs=DefaultLogsSpecs(str(tmp_path)))
-    assert agent.run().failures[0].exitcode == 3
-    assert len([line for line in caplog.messages if "is unreadable" in line]) == 1
 
 
 # Nodes that meet through the handler of somebody else.
@@ -455,12 +423,6 @@ def test_a_node_that_is_not_needed_leaves_quietly(home: str) -> None:
 
     result = make_agent("true", handler=Surplus(Meeting(), "0")).run()
     assert (result.state, result.return_values, result.is_failed()) == (WorkerState.SUCCEEDED, {}, False)
-
-
-def test_a_spec_without_a_handler() -> None:
-    spec = WorkerSpec("trainer", 1, None, entrypoint="true")
-    with pytest.raises(UserError, match="no rendezvous handler"):
-        LocalElasticAgent(spec, DefaultLogsSpecs("/dev/null")).run()
 
 
 def test_workers_that_are_not_those_it_started(mailbox: support.Mailbox, caplog: pytest.LogCaptureFixture) -> None:
@@ -750,13 +712,6 @@ def test_the_state_is_measured_when_it_changes(measured: dict[str, list[float]])
     assert [measured[f"workers.r.{state}"] for state in ("healthy", "failed", "succeeded")] == [[1, 1], [1], [1]]
 
 
-def test_metrics_of_a_run_without_trouble(measured: dict[str, list[float]]) -> None:
-    make_agent("true", max_restarts=3).run()
-    assert measured["workers.trainer.flakiness"] == [0]
-    assert measured["workers.trainer.run_success_no_retries"] == [1]
-    assert "SimpleElasticAgent._restart_workers.success" not in measured
-
-
 AGENT_KEYS = {
     "run_id", "global_rank", "group_rank", "worker_id", "role", "hostname", "state", "total_run_time", "rdzv_backend",
     "raw_error", "metadata", "agent_restarts", "duration_ms",
@@ -790,21 +745,6 @@ def test_events_of_a_run_that_fails(mailbox: support.Mailbox, recorded: list[eve
         "group_world_size": 1, "entry_point": "live", "local_rank": 1, "role_rank": 1, "role_world_size": 2,
         "exit_code": 1, "worker_pid": result.failures[1].pid,
     }  # fmt: skip
-
-
-def test_one_start_of_eight_workers_makes_ten_events(recorded: list[events.Event]) -> None:
-    make_agent("true", local_world_size=8, event_log_handler="test").run()
-    names = [event.name.rpartition(".")[2] for event in recorded]
-    assert names == ["RENDEZVOUS", "ASSIGN_WORKER_RANKS", *["START"] * 8, *["SUCCEEDED"] * 8]
-
-
-def test_events_in_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    make_agent("true", local_world_size=1, event_log_handler=f"file:{path}").run()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["name"].rpartition(".")[2] for line in lines] == [
-        "RENDEZVOUS", "ASSIGN_WORKER_RANKS", "START", "SUCCEEDED",
-    ]  # fmt: skip
 
 
 def test_the_events_of_the_agent_itself(recorded: list[events.Event]) -> None:

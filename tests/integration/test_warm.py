@@ -218,19 +218,6 @@ def test_torch_and_its_data_loaders(spawner: Spawner, tmp_path: Path, monkeypatc
     assert spawner.run(script, preload=("torch",)) == cold
 
 
-def test_a_warm_worker_leaves_the_evidence_of_a_cold_one(spawner: Spawner, tmp_path: Path) -> None:
-    script = support.write_script(tmp_path / "job.py", "def f():\n    raise KeyError('x')\nf()\n")
-    context = spawner.group(script, preload=("json",))
-    spawner.warm_up(script)
-    context.start()
-    context.wait(support.DEADLINE_S)
-    context.close(timeout=5)
-    failure = context.failures()[0]
-    assert "KeyError: 'x'" in str(failure.message)
-    assert failure.traceback_text().startswith("Traceback")
-    assert "template" not in failure.traceback_text()
-
-
 def test_functions_are_forked_from_the_template(spawner: Spawner) -> None:
     """As many as are ordered at once, which takes over a hundred descriptors."""
     context = spawner.group(preload=("decimal",), entrypoint=entrypoints.modules, ranks=16)
@@ -445,17 +432,6 @@ def test_the_spawner_is_killed_while_the_template_imports(spawner: Spawner, tmp_
     assert support.survivors([pid]) == []
 
 
-def test_workers_are_killed_and_the_template_stays(spawner: Spawner, tmp_path: Path) -> None:
-    script = support.write_script(tmp_path / "job.py", "import time\ntime.sleep(600)\n")
-    context = spawner.group(script, preload=("decimal",), ranks=2)
-    spawner.warm_up(script)
-    context.start()
-    pids = list(context.pids().values())
-    context.close(signal.SIGKILL, 0)
-    assert support.survivors(pids) == []
-    assert support.tree(spawner.link._pid) == [spawner.template()]
-
-
 def drive(context: PContext) -> None:
     while not context.poll_start():
         context._spawner.wait(support.DEADLINE_S)
@@ -487,10 +463,3 @@ def test_orphans_of_a_warm_worker_go_with_it(spawner: Spawner, tmp_path: Path) -
     assert support.survivors([orphan]) == []
     assert support.alive(context.pids()[1])
     context.close(signal.SIGKILL, 0)
-
-
-def test_secrets_do_not_reach_the_template(spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_TOKEN", "a secret of sixteen bytes")
-    script = support.write_script(tmp_path / "job.py", "import os\nprint('HOLDFAST_TOKEN' in os.environ)\n")
-    assert spawner.run(script, preload=("decimal",)) == [(0, "False\n", "")]
-    assert b"a secret" not in Path(f"/proc/{spawner.template()}/environ").read_bytes()

@@ -44,22 +44,6 @@ def test_the_example_with_two_roles() -> None:
     ]
 
 
-def test_a_world_of_one() -> None:
-    assert facts(ranks.assign_ranks([Member("r", 2)], 0)) == [(0, 0, 0, 2, 2), (1, 1, 1, 2, 2)]
-
-
-def test_assigned_workers_are_not_started() -> None:
-    assert [worker.id for worker in ranks.assign_ranks(WORLD, 0)] == [None] * 4
-
-
-def test_an_identical_world_has_role_ranks_equal_to_global_ranks() -> None:
-    assert facts(ranks.assign_ranks([Member("r", 2)] * 3, 2)) == [(0, 4, 4, 6, 6), (1, 5, 5, 6, 6)]
-
-
-def test_no_members_have_no_places() -> None:
-    assert ranks.assign_nodes([]) == []
-
-
 @pytest.mark.parametrize("group_rank", [-1, 5])
 def test_a_group_rank_outside_the_world_is_refused(group_rank: int) -> None:
     with pytest.raises(ValueError, match=f"group rank {group_rank} is not in a world of 5 members"):
@@ -95,24 +79,6 @@ def test_the_exchange_gives_what_computing_alone_gives() -> None:
     for rank, member in enumerate(WORLD):
         placed = exchange.decode_workers(answers[rank], rank, member.local_world_size)
         assert facts(placed) == facts(ranks.assign_ranks(WORLD, rank))
-
-
-def test_text_is_as_good_as_bytes_and_unknown_fields_are_let_through() -> None:
-    text = '{"role": "r\\u00fc", "rank": 0, "local_world_size": 2, "colour": "red"}'
-    assert exchange.decode_member(text, 0) == Member("rü", 2)
-    assert facts(exchange.decode_workers("[0, 2, 0, 2]", 0, 1)) == [(0, 0, 0, 2, 2)]
-
-
-NOT_JSON = [b"", b"\xff\xfe\xfd", b"nonsense", b"[" * 100_000, b"{", b"9" * 5000]
-
-
-@pytest.mark.parametrize("data", NOT_JSON)
-def test_what_is_not_json_is_refused_with_the_key(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"torchelastic/role_info/7: .*, found") as caught:
-        exchange.decode_member(data, 7)
-    assert len(str(caught.value)) < 200
-    with pytest.raises(ValueError, match=r"torchelastic/assigned_ranks/7: .*, found"):
-        exchange.decode_workers(data, 7, 1)
 
 
 @pytest.mark.parametrize(

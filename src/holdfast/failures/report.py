@@ -16,10 +16,11 @@ from typing import Any
 
 from holdfast import escape
 from holdfast.failures import cause
-from holdfast.failures.cause import SEARCHED_CHARS, last_line, lines_of
+from holdfast.failures.cause import SEARCHED_CHARS
 from holdfast.failures.records import LOST_NODE, Evidence, Failure, Folded
 from holdfast.frozen import changed, fields_of, frozen
 from holdfast.telemetry import stragglers
+from holdfast.text import last_line, lines_of, plural
 
 VERSION = 1  # Of `report.json`.
 DO_NOT_REQUEUE = 93  # The exit code of a run that would not get further if it were started again.
@@ -162,8 +163,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
-    return f"rank{plural} {', '.join(words)}"
+    noun = "rank" if len(runs) == 1 and len(runs[0]) == 1 else "ranks"
+    return f"{noun} {', '.join(words)}"
 
 
 # The block of a failure.
@@ -305,8 +306,8 @@ class RunReport:
 
 def run_text(report: RunReport) -> str:
     border, rule = "=" * _WIDTH, "-" * _WIDTH
-    nodes = "1 node" if report.nodes == 1 else f"{report.nodes} nodes"
-    lines = ["", border, f"{escape.one_line(report.name)} FAILED", *_wrapped(f"run {report.run_id}, {nodes}"), rule]
+    run = _wrapped(f"run {report.run_id}, {plural(report.nodes, 'node')}")
+    lines = ["", border, f"{escape.one_line(report.name)} FAILED", *run, rule]
     lines += ["Root Cause (first observed failure):", *_first_lines(report)]
     sections = (_cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _where_lines)
     lines += [line for section in sections for line in section(report)]
@@ -421,11 +422,3 @@ def _first_dict(report: RunReport) -> dict[str, Any]:
         "stderr": tail_lines(evidence, traceback),
         **{name: getattr(evidence, name) for name in ("memory", "hang", "note", "refusal")},
     }
-
-
-def size_text(size: float) -> str:
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"

@@ -23,6 +23,7 @@ from holdfast.failures.records import Evidence, Failure
 from holdfast.failures.report import NOT_AVAILABLE, RunReport
 from holdfast.frozen import changed, dataclass, field
 from holdfast.log import Logger
+from holdfast.text import last_line
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 
@@ -83,7 +84,7 @@ class ProcessFailure:
         # The hint about decorators is for failures of which only the exit code is known.
         silent = f"exited with code {self.exitcode} and no error message" if is_sought else TRACEBACK_HINT
         silent = self.failure.text if self.is_elsewhere else silent
-        self.message = evidence.memory or cause.last_line(evidence.stderr_tail).strip() or silent
+        self.message = evidence.memory or last_line(evidence.stderr_tail).strip() or silent
 
     def _complete_facts(self) -> dict[str, Any] | None:
         """Of a worker of this node. Returns the data of its error file."""
