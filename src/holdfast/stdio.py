@@ -112,7 +112,7 @@ class _Text:
             is_begun = len(self.left) < self.size
             continues_line = not is_begun and is_in_line(self.fd)
             data = b"\n" + self.left if continues_line else self.left
-            written = write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else _write_now(self.fd, data)
+            written = write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else write_now(self.fd, data)
             if written:
                 note_written(self.fd, data[:written])
                 self.left = data[written:]
@@ -208,7 +208,7 @@ def _takes_a_buffer(fd: int) -> bool:
     return not stat.S_ISSOCK(mode) and _poll_writable(fd, 0)
 
 
-def _write_now(fd: int, data: bytes) -> int:
+def write_now(fd: int, data: bytes | memoryview) -> int:
     """How much of it could be written without waiting for a reader."""
     mode = os.fstat(fd).st_mode
     is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)
