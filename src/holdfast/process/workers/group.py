@@ -93,8 +93,12 @@ class GroupSpec:
 
 
 class PContext(abc.ABC):
-    """A group of processes that start and stop together. `new_group` makes one of a `GroupSpec`. The constructors are
-    for callers that have none."""
+    """A group of processes that start and stop together. `new_group` makes one of a `GroupSpec`, which is the `spec`
+    then; a caller that has none gives what users of torchelastic know.
+
+    A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner kills
+    the processes. A `watch` notes when they write something, and `copied` counts what passes the pump.
+    """
 
     def __init__(
         self,
@@ -109,25 +113,15 @@ class PContext(abc.ABC):
         *,
         start_method: str = "spawn",
         numa_options: Any = None,
-    ) -> None:
-        filters = (duplicate_stdout_filters, duplicate_stderr_filters)
-        spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
-        self._set_up(spec, args, envs, log_line_prefixes)
-
-    def _set_up(
-        self,
-        spec: GroupSpec,
-        args: dict[int, tuple[Any, ...]],
-        envs: dict[int, dict[str, str]],
-        log_line_prefixes: dict[int, str] | None = None,
-        *,
+        spec: GroupSpec | None = None,
         link: SpawnerLink | None = None,
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
         copied: Mapping[str, Copied] | None = None,
     ) -> None:
-        """A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner
-        kills the processes. A `watch` notes when they write something, and `copied` counts what passes the pump."""
+        if spec is None:
+            filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+            spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
         for what, mapping in (("args", args), ("envs", envs)):
             if set(mapping) != set(range(len(args))):
                 expected = list(range(len(args)))
@@ -494,15 +488,13 @@ def new_group(
     log_line_prefixes: dict[int, str] | None = None,
     **more: Any,
 ) -> PContext:
-    """One life of a group, before its start. `more` are the `link`, `lease`, `watch` and `copied` of `_set_up`."""
-    kind: type[PContext] = SubprocessContext
-    if callable(spec.entrypoint):
-        from holdfast.process.workers.functions import MultiprocessContext
+    """One life of a group, before its start. `more` are the `link`, `lease`, `watch` and `copied` of `PContext`."""
+    entrypoint, rest = spec.entrypoint, (spec.logs_specs, log_line_prefixes)
+    if isinstance(entrypoint, str):
+        return SubprocessContext(spec.role, entrypoint, args, envs, *rest, spec=spec, **more)
+    from holdfast.process.workers.functions import MultiprocessContext
 
-        kind = MultiprocessContext
-    context = kind.__new__(kind)
-    context._set_up(spec, args, envs, log_line_prefixes, **more)
-    return context
+    return MultiprocessContext(spec.role, entrypoint, args, envs, spec.start_method, *rest, spec=spec, **more)
 
 
 def start_processes(
