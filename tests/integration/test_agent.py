@@ -35,7 +35,7 @@ from holdfast.rendezvous import (
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.static import StandaloneRendezvous, StaticTCPRendezvous
 from holdfast.rendezvous.store import InProcessStore
@@ -186,12 +186,6 @@ def test_a_second_life_that_succeeds(mailbox: support.Mailbox, measured: dict[st
     assert measured[f"{prefix}succeeded"] == [1]
 
 
-def test_an_agent_can_run_again(mailbox: support.Mailbox) -> None:
-    agent = make_agent(entrypoints.live, str(mailbox), "exit", 1, max_restarts=1)
-    for _ in range(2):
-        assert agent.run().return_values == {0: "life 1 of rank 0", 1: "life 1 of rank 1"}
-
-
 @pytest.mark.usefixtures("no_descriptor_leak")
 def test_no_descriptor_is_left_open_after_many_rounds(tmp_path: Path) -> None:
     handler = StandaloneRendezvous("run")
@@ -296,21 +290,6 @@ def test_nodes_that_share_a_store_of_torch() -> None:
     check_five_nodes(Meeting(5, connect=connect))
 
 
-def test_nodes_that_are_said_to_be_alike_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
-
-    class ForTheBarrierOnly(InProcessStore):
-        def get(self, key: str) -> bytes:
-            raise AssertionError(f"{key} was asked for")
-
-        multi_get = get  # type: ignore[assignment]
-
-    store = ForTheBarrierOnly(timedelta(seconds=60))
-    meeting = Meeting(2, connect=lambda round: store)
-    agents = [make_agent(entrypoints.told, handler=PluginHandler(meeting, str(index))) for index in range(2)]
-    assert sorted(told_ranks(run_together(*agents))) == [0, 1, 2, 3]
-
-
 def test_a_node_arrives_while_another_runs(tmp_path: Path, mailbox: support.Mailbox) -> None:
     meeting = Meeting(1, 2)
     gates = [tmp_path / f"gate{index}" for index in range(2)]
@@ -333,24 +312,6 @@ def test_a_node_arrives_while_another_runs(tmp_path: Path, mailbox: support.Mail
         told = told_ranks([first.result(support.DEADLINE_S), second.result(support.DEADLINE_S)])
     assert [told[rank]["WORLD_SIZE"] for rank in (0, 1)] == ["2", "2"]
     assert [told[rank]["TORCHELASTIC_RESTART_COUNT"] for rank in (0, 1)] == ["0", "0"], "membership is free"
-
-
-def test_nobody_is_done_before_everybody_is(tmp_path: Path, mailbox: support.Mailbox) -> None:
-    meeting = Meeting(2)
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    early = make_agent("true", handler=PluginHandler(meeting, "0"))
-    late_call = (entrypoints.wait_for, str(gate), str(mailbox))
-    late = make_agent(*late_call, handler=PluginHandler(meeting, "1"), local_world_size=1)
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(early.run), pool.submit(late.run)]
-        mailbox.take()
-        is_done = lambda: early.get_worker_group().state is WorkerState.SUCCEEDED  # noqa: E731
-        support.wait_until(is_done, "the workers of the early node have finished")
-        assert not runs[0].done()
-        assert not runs[1].done()
-        gate.write_text("go")
-        assert [run.result(support.DEADLINE_S).state for run in runs] == [WorkerState.SUCCEEDED] * 2
 
 
 @pytest.mark.parametrize("trouble", ["nobody comes", "the store is gone"])
@@ -554,14 +515,6 @@ def test_a_monitor_of_its_own_is_asked_again_and_again(mailbox: support.Mailbox)
     assert (result.state, result.stopped, asked) == (S.FAILED, {0: "SIGTERM"}, [S.HEALTHY] * 5)
 
 
-@pytest.mark.parametrize("state", [S.UNKNOWN, S.INIT, S.STOPPED])
-def test_a_state_that_should_not_be(state: WorkerState) -> None:
-    agent = Scripted(WorkerSpec("r", 1, StandaloneRendezvous("x"), entrypoint="-", monitor_interval=0.01), [state])
-    with pytest.raises(HoldfastError, match=rf"\[r\].*{state.name}"):
-        agent.run()
-    assert agent.calls[-1] == END
-
-
 class Overtaken(SoloCoordination, StandaloneRendezvous):
     """A run of others, which go on without this node after its first round, and succeed."""
 
@@ -597,28 +550,6 @@ def test_two_pushes_at_once_stop_the_workers_once() -> None:
     agent = Scripted(WorkerSpec("r", 1, Interrupted(), entrypoint="-", monitor_interval=0.01), [S.HEALTHY] * 9)
     assert agent.run().state is S.SUCCEEDED
     assert agent.calls.count("stop") == 1
-
-
-class Late(Overtaken):
-    """The run has used three restarts when this node comes."""
-
-    def join(self, failure: Failure | None = None) -> None:
-        SoloCoordination.join(self)
-        self._mailbox.put(Sealed("", Place(0, 1, 0, 1, restarts_used=3)))
-
-    def take(self) -> list[Any]:
-        return [push for push in super().take() if not isinstance(push, Sealed) or push.place.restarts_used]
-
-    def report_success(self, round: int, timeout_s: float) -> None:
-        SoloCoordination.report_success(self, round, timeout_s)
-
-
-def test_a_late_node_does_not_speak_of_restarts_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "holdfast")
-    agent = Scripted(WorkerSpec("r", 1, Late(), entrypoint="-", max_restarts=50, monitor_interval=0.01), [S.SUCCEEDED])
-    assert agent.run().state is S.SUCCEEDED
-    assert agent.status.restarts_used == 3
-    assert not [line for line in caplog.messages if line.startswith("restart")]
 
 
 class Valued(Scripted):

@@ -169,12 +169,6 @@ def test_nothing_is_said_of_other_ends(source: str, status: int, tmp_path: Path)
     assert (outcome.box.error, outcome.box.value, outcome.box.text, outcome.error_file) == (None, None, "", None)
 
 
-def test_fork_of_the_program_leaves_nothing(tmp_path: Path) -> None:
-    outcome = run("import os\nif os.fork() == 0: 1/0\nos.wait()", tmp_path)
-    assert "ZeroDivisionError" in outcome.stderr
-    assert (outcome.status, outcome.box.error, outcome.error_file) == (0, None, None)
-
-
 # Fatal signals.
 
 CRASHES = {
@@ -234,13 +228,6 @@ def test_full_disk_hides_nothing(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["main.py"]
 
 
-def test_descriptor_that_now_is_a_file_of_the_program(tmp_path: Path) -> None:
-    outcome = run("import os\nos.closerange(3, 200)\nfiles = [open('data', 'a') for _ in range(100)]\n1/0", tmp_path)
-    assert outcome.status == 1
-    assert (tmp_path / "data").read_text() == ""
-    assert outcome.error_file is not None
-
-
 @pytest.mark.parametrize("text", ["", "x", "-1", "77", "9" * 30])
 def test_black_box_that_is_none(text: str, tmp_path: Path) -> None:
     source = f"import os\nprint({VARIABLES} & os.environ.keys())\n1/0"
@@ -298,34 +285,8 @@ def test_function_runs_and_returns(tmp_path: Path) -> None:
     assert (path, plus_one(1), large) == (sys.path, 2, b"x" * (5 << 20))
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "stderr"),
-    [(None, 0, ""), (0, 0, ""), (3, 3, ""), (-1, 255, ""), ("why", 1, "why\n"), ("", 1, "\n")],
-)
-def test_function_exits(code: object, status: int, stderr: str, tmp_path: Path) -> None:
-    outcome = call(lambda: sys.exit(code), tmp_path)  # type: ignore[arg-type]
-    assert (outcome.status, outcome.stderr) == (status, stderr)
-    if status == 0:
-        assert value(outcome) is None
-    else:
-        assert outcome.box.value is None
-    assert (outcome.box.error is not None) == isinstance(code, str)
-    assert outcome.error_file is None
-
-
 def fail() -> None:
     raise ValueError("bad")
-
-
-def test_function_fails(tmp_path: Path) -> None:
-    outcome = call(fail, tmp_path)
-    assert outcome.status == 1
-    assert outcome.message == "ValueError: bad"
-    assert outcome.extra["py_callstack"] == outcome.stderr
-    assert outcome.stderr.count("File ") == 1
-    assert f'File "{__file__}"' in outcome.stderr
-    assert outcome.error_file == outcome.box.error
-    assert outcome.box.value is None
 
 
 def interrupted() -> None:
@@ -343,34 +304,6 @@ def test_nothing_is_said_of_other_ends_of_a_function(
     assert outcome.status == status
     assert outcome.stderr.endswith(stderr)
     assert (outcome.box.value, outcome.box.error) == (None, None)
-
-
-def hooked() -> None:
-    def hook(*args: object) -> None:
-        print("hook", args[1])
-        raise KeyError
-
-    sys.excepthook = hook
-    fail()
-
-
-def test_hook_of_the_function_is_called(tmp_path: Path) -> None:
-    outcome = call(hooked, tmp_path)
-    assert (outcome.status, outcome.stdout) == (1, "hook bad\n")
-    assert outcome.stderr.endswith("ValueError: bad\n")
-
-
-def test_value_that_does_not_fit(tmp_path: Path) -> None:
-    def huge() -> bytes:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-        return b"x" * 10_000
-
-    outcome = call(huge, tmp_path)
-    assert outcome.status == 1
-    assert outcome.message.startswith("OSError: [Errno 27]")
-    assert (outcome.box.value, outcome.box.text) == (None, "")
 
 
 @pytest.mark.parametrize(

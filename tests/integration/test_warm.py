@@ -317,37 +317,7 @@ def test_a_module_that_takes_too_long(
     assert expected in reasons(caplog)[0]
 
 
-def test_what_a_module_prints_is_printed_once(
-    spawner: Spawner, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "loud.py").write_text("print('hello from the import', end='')\n")
-    script = support.write_script(tmp_path / "job.py", "import loud\nprint('well')\n")
-    # Started here, where its output is captured.
-    other = Spawner(tmp_path)
-    try:
-        assert other.run(script, preload=("loud",), ranks=3) == [(0, "well\n", "")] * 3
-    finally:
-        other.link.close()
-    assert capfd.readouterr().out == "hello from the import"
-
-
 # The template is killed.
-
-
-def test_the_template_is_killed_while_it_imports(
-    spawner: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    script = support.write_script(tmp_path / "job.py", "print('well')\n")
-    context = spawner.group(script, preload=("slow",))
-    spawner.warm_up(script)
-    context.begin_start()
-    assert not context.poll_start()
-    os.kill(spawner.template(), signal.SIGKILL)
-    drive(context)
-    assert context.wait(support.DEADLINE_S) is not None
-    context.close()
-    assert "killed by signal 9" in reasons(caplog)[0]
 
 
 def test_a_ready_template_that_is_killed_is_replaced(
