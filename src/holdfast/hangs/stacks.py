@@ -81,15 +81,6 @@ def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S
 # py-spy.
 
 
-def dump_with_py_spy(pid: int, timeout_s: float) -> str:
-    """The Python stacks of a process as text, by py-spy."""
-    until_s = time.monotonic() + timeout_s
-    try:
-        return _run_py_spy(pid, [], timeout_s / 2)
-    except HostError:
-        return _run_py_spy(pid, ["--nonblocking"], until_s - time.monotonic())
-
-
 def find_py_spy() -> str:
     """Beside the interpreter, which need not be on the PATH, or else on the PATH."""
     from shutil import which

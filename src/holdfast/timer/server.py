@@ -41,7 +41,8 @@ from typing import Any
 from holdfast import escape, procfs
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import frozen
-from holdfast.hangs import stacks
+from holdfast.hangs import compare, stacks
+from holdfast.hangs.compare import Look
 from holdfast.log import DEBUG, WARNING, Logger
 from holdfast.loop import Wakeup
 from holdfast.signals import signal_name
@@ -243,19 +244,19 @@ class ProcessTimerServer(TimerServer):
         now_s = time.monotonic()
         expired = self._by_pid(lambda timer: timer.deadline_s <= now_s and self._is_alive(timer.pid, timer.started))
         self._fatal = self._fatal_among(expired)
-        texts = []
-        for pid, found in self._dumps_of(self._fatal.keys()):
+        looks = []
+        for pid, found in self._stacks_of(self._fatal.keys()):
             self._reap_worker(pid)
-            texts.append(found if isinstance(found, str) else f"no stacks of process {pid}: {found}")
-        for text in filter(None, texts):  # Indented, so that no name in it can begin a line of the log.
-            logger.warning("%s", text.replace("\n", "\n  "), extra=escape.HAS_LINES)
+            looks.append(found if isinstance(found, Look) else Look(pid, trouble=str(found)))
+        for look in looks:
+            logger.warning("%s", "\n".join(compare.process_lines(look)), extra=escape.HAS_LINES)
         self.clear_timers(set(expired))
         self._turn_ended_s = time.monotonic()
 
-    def _dumps_of(self, pids: Collection[int]) -> Iterator[tuple[int, str | Exception]]:
+    def _stacks_of(self, pids: Collection[int]) -> Iterator[tuple[int, Look | Exception]]:
         limit_s = STACKS_TIMEOUT_S
         return stacks.dump_all(
-            pids, lambda pid: stacks.dump_with_py_spy(pid, limit_s), limit_s, self._wakeup.wake, self._fetch
+            pids, lambda pid: stacks.look_at(pid, timeout_s=limit_s), limit_s, self._wakeup.wake, self._fetch
         )
 
     def _fatal_among(self, expired: dict[int, list[_Armed]]) -> dict[int, _Armed]:
