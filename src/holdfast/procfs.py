@@ -1,4 +1,4 @@
-"""What /proc says of processes, and who belongs to whose tree.
+"""Facts about processes from /proc, and which processes belong to a worker's tree.
 
 Finding a tree: the spawner is a subreaper, so whatever a worker leaves behind becomes the spawner's own child.
 Such an orphan is the dead worker's if it is in the worker's session or carries the worker's mark in its
@@ -82,7 +82,7 @@ def kill(pid: int, number: int = 9) -> None:
 
 
 def sweep_marked(mark_prefix: bytes, sessions: frozenset[int]) -> list[int]:
-    """Kill every process that belongs to a spawner which is no more; returns those that were found.
+    """Kill every process that belonged to a spawner that has ended. Returns the processes that were found.
 
     Workers die with their spawner (the kernel sees to that), but what they had started does not.
     """

@@ -93,7 +93,7 @@ class Inbox:
         return self._read_fd
 
     def handle(self, signals: Iterable[signal.Signals]) -> None:
-        """Note exactly these signals from now on. Others get their former handlers back."""
+        """Note exactly these signals from now on. All others get their former handlers back."""
         self._ending = frozenset(signals)
         wanted = self._ending
         others = [signal.SIGWINCH] + ([signal.SIGTSTP] if self._stop_with is not None else [])

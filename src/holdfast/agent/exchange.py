@@ -1,5 +1,5 @@
 """How agents that share only a key-value store agree on ranks: nodes publish role and size, group rank 0 publishes
-every node's `Assignment`. What is read was written by another process, so it is checked; a ValueError names the key.
+every node's `Assignment`. The values come from other processes, so they are checked; a ValueError names the key.
 """
 
 from __future__ import annotations

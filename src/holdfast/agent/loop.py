@@ -63,7 +63,7 @@ class AgentLoop:
         self._failed_round = self._hang_told_in = 0
 
     def run(self) -> RunResult:
-        """However it ends, nothing is left of the workers."""
+        """Run to the end of the run. No worker is left after it, whatever happens."""
         end, is_shut_down = RunEnd("error"), False
         try:
             with signals.inbox().stopped_together(self._stop_together):
@@ -131,7 +131,7 @@ class AgentLoop:
     # Events.
 
     def _next_events(self) -> Sequence[lifecycle.Event | AgentPush]:
-        """Wait until something happens; then say what."""
+        """Wait until something happens, and return it as events."""
         workers, run = (self._workers if self._is_watching() else None), self._run
         signals.inbox().raise_pending()
         ends_at = self._machine.next_deadline()
@@ -152,7 +152,7 @@ class AgentLoop:
 
     def _is_watching(self) -> bool:
         """Whether workers are there whose ends count. Those that die because the lease has run out have not failed; the
-        push that says so is on its way."""
+        `PlaceLost` push follows."""
         phase = self._machine.phase
         return phase is AgentPhase.STOPPING if self._run.has_lapsed else phase in lifecycle.WITH_WORKERS
 
@@ -200,7 +200,7 @@ class AgentLoop:
     # Commands.
 
     def _take(self, event: lifecycle.Event | AgentPush) -> Sequence[lifecycle.Event]:
-        """What comes of it at once."""
+        """Give the event to the machine and carry out its commands. Returns the events that follow at once."""
         match event:
             case CloseRequested(reason):
                 self._run.close_run(reason)
@@ -219,7 +219,7 @@ class AgentLoop:
         return [result for command in step.commands for result in self._execute(command)]
 
     def _prepared(self, event: lifecycle.Event) -> lifecycle.Event:
-        """What must be known before the machine decides."""
+        """Do what the machine's decision depends on. Returns the event to decide about."""
         match event:
             case Sealed():
                 self._enter(event)
@@ -299,7 +299,7 @@ class AgentLoop:
             # The final report, which has the cause, follows an outcome at once.
             logger.warning("%s", run.verdict if run.outcome else f"{failure.text}; {run.verdict}")
         if is_hang and run.has_leases and self._hang_told_in != round and (self._group.group_world_size or 1) > 1:
-            # Once these workers are gone, those of the other nodes get an error and hang no more.
+            # Once these workers are gone, the workers of the other nodes get an error and hang no more.
             wait_readable([], _OTHERS_LOOK_S)
 
     # The end.

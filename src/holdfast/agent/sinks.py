@@ -1,6 +1,6 @@
-"""Who is told what happens on a node: `Sink`s take each `Step` of the agent's machine, and hold nothing of the agent.
+"""Logs, events and metrics of a node: a `Sink` gets each `Step` of the agent's machine and holds nothing of the agent.
 
-`Records` are the events and metrics under the names that dashboards know, `LogLines` what the agent says in its log.
+`Records` writes the events and metrics under the names that dashboards know, `LogLines` writes the agent's log.
 `journal` has the events file, `publisher` the status with the history and the spans that follow it.
 """
 
@@ -78,7 +78,7 @@ class Sink:
         """This node goes away, which is no step of its machine."""
 
     def end(self, end: RunEnd) -> None:
-        """The run is over for this node."""
+        """The run has ended for this node."""
 
 
 _RENDEZVOUS, _START, _RESTART = "_rendezvous", "_initialize_workers", "_restart_workers"
@@ -231,7 +231,7 @@ def _put_run_metrics(spec: WorkerSpec, result: RunResult, restarts_used: int) ->
 
 
 class LogLines(Sink):
-    """What the agent says of a step in its log."""
+    """The lines of the agent's log."""
 
     def __init__(self, group: WorkerGroup, workers: Workers, run: Coordination, peers_timeout_s: float) -> None:
         self._group, self._workers, self._run = group, workers, run

@@ -57,7 +57,7 @@ class Workers:
         """Stop the workers, `at_once` without grace. A second call may cut the grace short."""
 
     def poll_stop(self, result: RunResult) -> RunResult | None:
-        """Once they are stopped: their last `result`, with what is known only now."""
+        """None until the workers are stopped. Then their last `result`, completed with the evidence that came late."""
         return result
 
     def shutdown(self, grace_s: float, number: signal.Signals | None = None) -> None:
@@ -79,7 +79,7 @@ class Workers:
         return None
 
     def fileno(self) -> int | None:
-        """Readable when it is worth to look or to poll again."""
+        """Readable when `look` or a poll may have news."""
         return None
 
     def unsent_fds(self) -> list[int]:
@@ -87,5 +87,5 @@ class Workers:
         return []
 
     def deadline(self) -> float | None:
-        """When to look or to poll although nothing is readable."""
+        """When to look or to poll, at the latest."""
         return None

@@ -171,7 +171,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def facts_in_words(failure: Failure, time: str) -> dict[str, str]:
-    """The fields that torchrun's report has, too. What is not known is empty."""
+    """The fields that torchrun's report has, too. An unknown value is empty."""
     evidence = failure.evidence
     local = f" (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else ""
     # A hung worker did not end by itself, so 0 is not its exit code.
@@ -209,7 +209,7 @@ def block_lines(fields: Mapping[str, str], evidence: Evidence) -> list[str]:
 
 
 def stack_lines(evidence: Evidence) -> list[str]:
-    """What faulthandler or a stack dump left, not too long. The most recent call is first."""
+    """The stack from faulthandler or a dump, cut to a bounded length. The most recent call is first."""
     lines = lines_of(evidence.stack.strip("\n"))
     if (hidden := len(lines) - _STACK_LIMIT_LINES) > 0:
         lines[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
@@ -235,7 +235,7 @@ def tail_lines(evidence: Evidence, traceback: str | None) -> list[str]:
 
 
 def _without_colours(text: str) -> str:
-    """Without those that a worker on a terminal uses. All other escape sequences are made visible."""
+    """Without the colours of a worker on a terminal. All other escape sequences are made visible."""
     return re.sub(r"\x1b\[[0-9;:]*m", "", text)
 
 
@@ -285,7 +285,7 @@ class EarlierRound:
 class RunReport:
     """`first` is the cause, `node` the rank of its node, None if that is not known, and `time` its time in words.
     `cascade` are the failures after the first, in their order. `stopped` are the ranks that did not fail by how they
-    ended; in a run of several nodes, where that is not known of all, there is one entry without a word. `not_again` is
+    ended; a run of several nodes does not know that of all ranks, and has one entry with an empty text. `not_again` is
     why the run was not tried again."""
 
     name: str

@@ -69,7 +69,7 @@ class Thread:
 
 @frozen
 class Look:
-    """The stacks of one process and how they were taken, or the `trouble` why there are none.
+    """The stacks of one process and how they were taken, or the `trouble` that prevented it.
 
     `state` is the kernel's letter, `waits_in` the kernel's function in which it sleeps; both are empty if unknown.
     """

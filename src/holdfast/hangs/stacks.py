@@ -238,8 +238,9 @@ def dump_all(
     wake: Callable[[], object],
     wait: Callable[[float], bool],
 ) -> Iterator[tuple[int, T | Exception]]:
-    """The dump of each process, or the reason why there is none, as they come. Threads that need not be waited for take
-    them, and call `wake` after each. `wait(left_s)` waits for that; False gives up those that are not there yet."""
+    """The dump of each process, or the error in its place, in the order in which they arrive. Daemon threads take the
+    dumps, and call `wake` after each. `wait(left_s)` waits for a wake-up; if it returns False, the missing dumps are
+    given up."""
     todo, done = deque(pids), deque[tuple[int, T | Exception]]()
 
     def work() -> None:

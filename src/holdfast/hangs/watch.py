@@ -34,7 +34,7 @@ _CHILDREN_LIMIT = 16
 
 
 class UsageMeter:
-    """What the process trees of workers use, for those of the signals that the kernel counts."""
+    """The CPU time and I/O of the workers' process trees, as far as the policy has chosen these signals."""
 
     def __init__(self, chosen: Iterable[Signal]) -> None:
         counters = {Signal.CPU: procfs.cpu_s, Signal.IO: procfs.io_bytes}
@@ -80,7 +80,7 @@ class HangWatch:
 
     def look(self, running: Mapping[int, int], *, is_again: bool = False) -> Verdict | None:
         """Look at the running workers (local rank -> pid) if it is time to. Returns a verdict if they hang.
-        `is_again`: look now, whether the last verdict still holds."""
+        `is_again`: look at once, to see whether the last verdict still holds."""
         now = time.monotonic()
         if self._machine is None or not running or (now < self._machine.next_deadline() and not is_again):
             return None

@@ -143,8 +143,8 @@ class ProcessFailure:
 def mention_finished(
     failures: Mapping[int, ProcessFailure], ends: Mapping[int, tuple[int, bool, float | None]]
 ) -> None:
-    """Add to failures that blame a peer which workers had finished before. `ends` are those of `PContext.ends`; both
-    are by global rank."""
+    """Failures that blame a peer get a note about the workers that had finished before. `ends` is from `PContext.ends`;
+    both mappings are by global rank."""
     finished = {rank: at or 0.0 for rank, (code, is_stopped, at) in ends.items() if code == 0 and not is_stopped}
     for rank, each in failures.items():
         ended_at = ends[rank][2] if rank in ends else None  # One that has raised may still be ending.

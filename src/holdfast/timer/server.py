@@ -102,7 +102,7 @@ class TimerServer(abc.ABC):
 
     @abc.abstractmethod
     def _reap_worker(self, worker_id: Any) -> bool:
-        """End a worker. False means that it should be tried again."""
+        """End a worker. If it returns False, the server tries again at its next turn."""
 
     def start(self) -> None:
         if self._is_ending.is_set() or self._watchdog_thread is not None:

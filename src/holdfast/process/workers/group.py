@@ -72,7 +72,7 @@ class GroupSpec:
     the console have one: auto, always or never. Workers are forked from a process that has imported the modules of
     `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from those of
     `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if that is
-    known before: in a run of several nodes, all of them shall hear of it. `clean_shm`: see `shared_memory`.
+    known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
     `wait_for_gpu_memory_s`: see `device_memory`.
     """
 
@@ -269,7 +269,7 @@ class PContext(abc.ABC):
         return self._link
 
     def has_ended(self) -> bool:
-        """Whether `wait` would return a result at once, of what was heard so far."""
+        """Whether `wait` would return a result at once, judged by the reports so far."""
         codes = [slot.exitcode for slot in self._slots.values()]
         return bool(codes) and (None not in codes or any(codes))
 
@@ -282,12 +282,12 @@ class PContext(abc.ABC):
                 slot.blame(**known)
 
     def running(self) -> dict[int, int]:
-        """Local rank -> pid of those that still work: they have neither ended, as far as was heard, nor returned."""
+        """Local rank -> pid of the processes that have neither ended, by the reports so far, nor returned."""
         working = {rank for rank, slot in self._slots.items() if slot.is_running and not slot.has_returned()}
         return {rank: pid for rank, pid in self.pids().items() if rank in working}
 
     def ends(self) -> dict[int, tuple[int, bool, float | None]]:
-        """Local rank -> exit code, whether holdfast stopped it, and when it ended; of those of which that was heard."""
+        """Local rank -> exit code, whether holdfast stopped it, and when it ended, by the reports so far."""
         ended = [(rank, slot) for rank, slot in self._slots.items() if slot.exitcode is not None]
         return {rank: (slot.exitcode or 0, slot.stop is not None, slot.ended_at) for rank, slot in ended}
 
@@ -349,11 +349,11 @@ class PContext(abc.ABC):
         return RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
 
     def failures(self) -> dict[int, ProcessFailure]:
-        """What failed by itself so far, with the evidence there is at this moment."""
+        """The processes that have failed by themselves so far, with the present evidence."""
         return {rank: self._failure(slot) for rank, slot in self._failed().items()}
 
     def stopped(self) -> dict[int, str]:
-        """Local rank -> how holdfast ended it, for those that did not end by themselves."""
+        """Local rank -> how holdfast ended it, of the processes that did not end by themselves."""
         failed = self._failed()
         return {
             rank: slot.how_stopped()
