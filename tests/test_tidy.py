@@ -24,6 +24,7 @@ _BASE = {
     "progress_board",
     "signals",
     "stdio",
+    "text",
     "wire_types",
 }
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
@@ -42,10 +43,12 @@ LAYERS = {
     "telemetry": _BASE,
     "loop": {"signals"},
     "signals": {"errors"},
-    "stdio": {"escape"},
+    "stdio": {"escape", "text"},
     "log": {"log_lines"},
     "log_lines": {"escape", "stdio"},
-    **{name: set() for name in ("errors", "escape", "frozen", "lazy", "procfs", "progress_board", "wire_types")},
+    **{
+        name: set() for name in ("errors", "escape", "frozen", "lazy", "procfs", "progress_board", "text", "wire_types")
+    },
     # The package itself resolves names for its users, and the entry point starts the command line.
     "__init__": {"lazy", "launcher", "process", "progress_board", "signals"},
     "__main__": {"cli", "process", "signals"},
@@ -110,14 +113,16 @@ PURE = {
     "agent/ranks.py": {"holdfast.agent.model"},
     "agent/environment.py": {"holdfast.agent.model", "holdfast.errors"},
     "failures/records.py": {"holdfast.frozen", "holdfast.telemetry.stragglers", "holdfast.wire_types"},
-    "failures/cause.py": {"holdfast.failures.records"},
+    "text.py": set(),
+    "failures/cause.py": {"holdfast.failures.records", "holdfast.text"},
     "failures/report.py": {
         "holdfast.escape",
         "holdfast.failures",
         "holdfast.frozen",
         "holdfast.telemetry.stragglers",
+        "holdfast.text",
     },
-    "cli/checks/findings.py": {"holdfast.failures.report", "holdfast.frozen"},
+    "cli/checks/findings.py": {"holdfast.failures.report", "holdfast.frozen", "holdfast.text"},
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.escape", "holdfast.failures.report", "holdfast.frozen"},
     "telemetry/redaction.py": set(),

@@ -73,7 +73,7 @@ def show_on_stderr(*, quiet: bool, verbose: bool, colour: bool) -> None:
     if isinstance(level, int):
         logger.setLevel(level)
     else:
-        # Other programs read that variable too, so a word that means nothing here must not end the run.
+        # Other programs read that variable too, so a value that is unknown here must not end the run.
         logger.setLevel(logging.INFO)
         logger.warning("LOGLEVEL=%s is not a log level; it stays at info", wish)
 

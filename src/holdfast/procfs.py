@@ -1,4 +1,4 @@
-"""What /proc says of processes, and who belongs to whose tree.
+"""Facts about processes from /proc, and which processes belong to a worker's tree.
 
 Finding a tree: the spawner is a subreaper, so whatever a worker leaves behind becomes the spawner's own child.
 Such an orphan is the dead worker's if it is in the worker's session or carries the worker's mark in its
@@ -15,6 +15,11 @@ _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 _KERNEL_LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 KILL_PATIENCE_S = 5.0
 MARK_VARIABLE = "HOLDFAST_TREE"
+
+# By machine: the number of read, and those of select and pselect.
+_PROMPT_CALLS = {"x86_64": ("0", ("23", "270")), "aarch64": ("63", ("72",))}
+# The kernel's numbers for consoles, serial lines and pseudo terminals.
+_TERMINALS = (4, 5, 204, *range(136, 144))
 
 
 def children_of(pid: int) -> list[int]:
@@ -77,7 +82,7 @@ def kill(pid: int, number: int = 9) -> None:
 
 
 def sweep_marked(mark_prefix: bytes, sessions: frozenset[int]) -> list[int]:
-    """Kill every process that belongs to a spawner which is no more; returns those that were found.
+    """Kill every process that belonged to a spawner that has ended. Returns the processes that were found.
 
     Workers die with their spawner (the kernel sees to that), but what they had started does not.
     """
@@ -126,6 +131,23 @@ def wait_channel(pid: int) -> str:
     """The kernel's function in which the process sleeps; empty if it does not or may not be asked."""
     text = _read_text(f"/proc/{pid}/wchan").strip("\0 \n")
     return "" if text == "0" else text
+
+
+def is_at_prompt(pid: int) -> bool:
+    """Whether the main thread waits for what a person types: in a read of a terminal, or, as readline does, in a select
+    of stdin alone. False if the kernel does not tell."""
+    call, first, *_ = (*_read_text(f"/proc/{pid}/syscall").split(), "", "")
+    reads, selects = _PROMPT_CALLS.get(os.uname().machine, ("", ()))
+    if call == reads:
+        fd = int(first, 16)
+    elif call in selects and int(first, 16) == 1:  # The number of descriptors, from 0 on.
+        fd = 0
+    else:
+        return False
+    try:
+        return os.major(os.stat(f"/proc/{pid}/fd/{fd}").st_rdev) in _TERMINALS
+    except OSError:
+        return False
 
 
 def command_line(pid: int) -> str:

@@ -11,8 +11,9 @@ There is one inbox a process. The command line opens it as its first act (`insta
 Python API has it for the duration of a run and finds its own handlers restored afterwards. Outside the main thread
 Python cannot install handlers: there signals keep the meaning that the program gave them.
 
-SIGWINCH ends nothing: the terminal has a new size. The inbox passes it on to `size_listeners`, where the loop clears
-its wake-ups, unless the program has a handler for it.
+Two signals end nothing. SIGWINCH: the terminal has a new size. The inbox passes it on to `size_listeners`. SIGTSTP, as
+from Ctrl-Z: within `stopped_together` the workers stop with this process and go on with it. Both are handled where the
+loop clears its wake-ups, unless the program has a handler for them.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Inbox:
         self._holders = 0
         self._program_fd = -1
         self.size_listeners: list[Callable[[], None]] = []
+        self._stop_with: Callable[[signal.Signals], None] | None = None
         self.is_for_all_nodes = False  # Every node of the run is sent the same signals.
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -91,11 +93,11 @@ class Inbox:
         return self._read_fd
 
     def handle(self, signals: Iterable[signal.Signals]) -> None:
-        """Note exactly these signals from now on. Others get their former handlers back."""
+        """Note exactly these signals from now on. All others get their former handlers back."""
         self._ending = frozenset(signals)
         wanted = self._ending
-        if wanted and signal.getsignal(signal.SIGWINCH) in (signal.SIG_DFL, self._note):
-            wanted |= {signal.SIGWINCH}
+        others = [signal.SIGWINCH] + ([signal.SIGTSTP] if self._stop_with is not None else [])
+        wanted |= {n for n in others if wanted and signal.getsignal(n) in (signal.SIG_DFL, self._note)}
         for number in [n for n in self._previous if n not in wanted]:
             signal.signal(number, self._previous.pop(number))
         for number in sorted(wanted - self._previous.keys()):
@@ -122,15 +124,37 @@ class Inbox:
 
     def clear_wakeups(self) -> None:
         """Empty the pipe. Wake-ups for the program's own event loop are passed on to it."""
-        has_new_size = False
+        came = b""
         with contextlib.suppress(BlockingIOError):
             while numbers := os.read(self._read_fd, 512):
-                has_new_size |= signal.SIGWINCH in numbers
+                came += numbers
                 others = bytes(number for number in numbers if number not in self._previous)
                 if others and self._program_fd >= 0:
                     os.write(self._program_fd, others)
-        for listener in list(self.size_listeners) if has_new_size else ():
+        for listener in list(self.size_listeners) if signal.SIGWINCH in came else ():
             listener()
+        if signal.SIGTSTP in came and signal.SIGTSTP not in self._ending and self._stop_with is not None:
+            self._stop_with(signal.SIGSTOP)
+            # The kernel drops it if no shell could continue this process. Then the others go on at once, too.
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTSTP)
+            signal.signal(signal.SIGTSTP, self._note)
+            self._stop_with(signal.SIGCONT)
+
+    @contextmanager
+    def stopped_together(self, send: Callable[[signal.Signals], None]) -> Iterator[None]:
+        """When SIGTSTP stops this process within this block, `send` is called with SIGSTOP before that and with SIGCONT
+        after it. Outside the main thread this does nothing."""
+        if not in_main_thread():
+            yield
+            return
+        self._stop_with = send
+        self.handle(self._ending)
+        try:
+            yield
+        finally:
+            self._stop_with = None
+            self.handle(self._ending)
 
     def raise_pending(self) -> None:
         """The safe point: raise for a signal that came, in the main thread only."""

@@ -33,6 +33,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
+from holdfast.text import plural
+
 _PIECE_BYTES = select.PIPE_BUF  # To this size the kernel writes a text to a pipe in one piece, or not at all.
 _QUEUE_BYTES = 1 << 20  # How much text may wait, not counting texts that must not be dropped.
 _PATIENCE_S = 5.0  # How long the end of the process waits for a reader that reads nothing.
@@ -77,19 +79,24 @@ def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> OSError
     problem: OSError | None = None
     if stream is None:
         return None
-    try:
-        fd = stream.fileno()
-    except OSError:  # Not a file.
+    if (fd := _descriptor_of(stream)) is None:
         with contextlib.suppress(OSError, ValueError):
             stream.write(text)
-    except ValueError:  # Closed.
-        pass
-    else:
-        pieces = [text] if _pieces_of is None else _pieces_of(text)
-        for piece in pieces:
-            data = piece.encode(stream.encoding or "utf-8", "backslashreplace")
-            problem = _queue.put(stream, fd, data, may_drop and len(pieces) == 1) or problem
+        return None
+    pieces = [text] if _pieces_of is None else _pieces_of(text)
+    for piece in pieces:
+        data = piece.encode(stream.encoding or "utf-8", "backslashreplace")
+        problem = _queue.put(stream, fd, data, may_drop and len(pieces) == 1) or problem
     return problem
+
+
+def _descriptor_of(stream: TextIO) -> int | None:
+    """None for an object in the place of a stream. A notebook's has a descriptor, but that is of the terminal in which
+    the notebook was started."""
+    try:
+        return stream.fileno() if isinstance(stream, io.TextIOWrapper) else None
+    except (OSError, ValueError):  # In memory, or closed.
+        return None
 
 
 class _Text:
@@ -105,7 +112,7 @@ class _Text:
             is_begun = len(self.left) < self.size
             continues_line = not is_begun and is_in_line(self.fd)
             data = b"\n" + self.left if continues_line else self.left
-            written = write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else _write_now(self.fd, data)
+            written = write_some(self.fd, data[:_PIECE_BYTES]) if may_wait else write_now(self.fd, data)
             if written:
                 note_written(self.fd, data[:written])
                 self.left = data[written:]
@@ -160,7 +167,7 @@ class _Queue:
         if self._dropped_at is not None:
             fd, count = self._dropped_at
             self._dropped_at = None
-            lines = "1 line" if count == 1 else f"{count} lines"
+            lines = plural(count, "line")
             self._append(_Text(fd, f"holdfast: {lines} dropped here, because this output was not read\n".encode()))
 
     def _write_texts(self) -> None:
@@ -201,7 +208,7 @@ def _takes_a_buffer(fd: int) -> bool:
     return not stat.S_ISSOCK(mode) and _poll_writable(fd, 0)
 
 
-def _write_now(fd: int, data: bytes) -> int:
+def write_now(fd: int, data: bytes | memoryview) -> int:
     """How much of it could be written without waiting for a reader."""
     mode = os.fstat(fd).st_mode
     is_terminal = stat.S_ISCHR(mode) and os.isatty(fd)

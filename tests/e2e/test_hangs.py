@@ -18,6 +18,7 @@ from holdfast.cli import stacks as cli_stacks
 from holdfast.errors import HostError
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast
+from tests.e2e.terminal import terminal
 
 EXAMPLE = str(Path(__file__).parent.parent.parent / "examples" / "hang.py")
 
@@ -193,28 +194,12 @@ def test_stacks_of_agents_whose_workers_are_gone_are_one_line() -> None:
     )
 
 
-def test_a_program_that_is_no_python(holdfast: Holdfast) -> None:
-    script = holdfast.script("#!/bin/sh\nexec sleep 600\n", "job.sh", executable=True)
-    ended = holdfast.run(*COMMON, "--hang-timeout=1s", "--no-python", f"./{script}")
-    assert ended.code == 1
-    assert "no stack: py-spy: " in own_words(ended), "it is said why there are none"
-    words = r"Cause: rank 0 hung: no output or I/O for \d+ s; it was in the kernel's "
-    assert re.search(words, ended.last), ended.last
-
-
 def test_a_shell_around_python_shows_the_python(holdfast: Holdfast) -> None:
     holdfast.script("import time\ntime.sleep(600)\n", "inner.py")
     script = holdfast.script('#!/bin/sh\n"$PYTHON" inner.py\ntrue\n', "job.sh", executable=True)
 
     ended = holdfast.run(*COMMON, "--hang-timeout=2s", "--no-python", f"./{script}", env={"PYTHON": sys.executable})
     assert "it was at inner.py:2 in <module> `time.sleep(600)`" in ended.last
-
-
-def test_without_a_log_directory_the_stacks_are_in_the_log(holdfast: Holdfast) -> None:
-    script = holdfast.script("import time\ntime.sleep(600)\n")
-    ended = holdfast.run(*COMMON, "--hang-timeout=2s", "--log-dir=/dev/null", script)
-    assert "the stacks are in no file: nothing is kept under /dev/null" in own_words(ended)
-    assert "thread MainThread (waiting)" in own_words(ended)
 
 
 # Jobs that do not hang.
@@ -264,19 +249,6 @@ def test_jobs_that_move_are_left_alone(holdfast: Holdfast, names: list[str]) -> 
         assert "hang" not in own_words(ended), f"{name}: {ended}"
 
 
-def test_a_pattern_that_never_matches_is_a_warning(holdfast: Holdfast) -> None:
-    script = holdfast.script("""
-        import time
-        ends = time.monotonic() + 2
-        while time.monotonic() < ends:
-            print("step 1", flush=True)
-            time.sleep(0.05)
-    """)
-    ended = holdfast.run(*COMMON, "--progress-pattern=stpe", "--progress-every=0.5s", script)
-    assert ended.code == 0
-    assert own_words(ended).count("has matched --progress-pattern 'stpe'") == 1
-
-
 def test_an_agent_that_was_stopped_blames_nobody(holdfast: Holdfast) -> None:
     """Nobody passed the workers' output on meanwhile."""
     script = holdfast.script("""
@@ -317,6 +289,21 @@ def test_a_console_that_blocks_is_not_the_workers_fault(holdfast: Holdfast) -> N
     assert "hang" not in own_words(ended)
 
 
+def test_a_worker_at_a_prompt_is_not_hung(holdfast: Holdfast) -> None:
+    script = holdfast.script("breakpoint()\nprint('worked')")
+    bounds = ("--hang-timeout=1s", "--start-timeout=1s", "--progress-signals=output")
+    with terminal() as (near, far):
+        run = holdfast.start(*COMMON, *bounds, script, stdin=far, stdout=far)
+        os.close(far)
+        near.read_until("(Pdb)")
+        assert not select.select([near.fd], [], [], 4)[0], "for four times as long as the bounds"
+        os.write(near.fd, b"c\n")
+        near.read_until("worked")
+        ended = run.wait()
+    assert ended.code == 0, str(ended)
+    assert "hang" not in own_words(ended)
+
+
 # Many nodes.
 
 
@@ -340,22 +327,6 @@ def test_on_two_nodes_each_takes_stacks_and_all_name_the_one(holdfast: Holdfast)
 
 
 # Wrong usage.
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--progress-pattern=(", "--hang-timeout=1m"), "--progress-pattern '(' is not a regular expression: "),
-        (("--progress-signals=gpu", "--hang-timeout=1m"), "'gpu' is no progress signal"),
-        (("--hang-timeout=soon",), "'soon' is not a duration"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_starts_nothing(
-    holdfast: Holdfast, options: tuple[str, ...], complaint: str
-) -> None:
-    ended = holdfast.run("--standalone", *options, holdfast.script("print('started')"))
-    assert (ended.code, ended.out) == (2, "")
-    assert complaint in ended.last
 
 
 # On demand.

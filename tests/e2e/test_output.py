@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 
@@ -29,11 +28,6 @@ def test_quiet_success_says_nothing(holdfast: Holdfast) -> None:
     assert (ended.code, ended.out, ended.err) == (0, "x\nx\n", "")
 
 
-def test_quiet_restart_says_nothing(holdfast: Holdfast) -> None:
-    ended = holdfast.run("--quiet", "--max-restarts=1", holdfast.script(FAIL_ONCE))
-    assert (ended.code, ended.out, ended.own) == (0, "done\n", [])
-
-
 def test_quiet_failure_says_only_the_report(holdfast: Holdfast) -> None:
     ended = holdfast.run("-q", "--max-restarts=1", holdfast.script(FAIL))
     assert ended.code == 1
@@ -56,52 +50,9 @@ def test_holdfasts_own_lines_begin_a_new_line(holdfast: Holdfast, options: tuple
     assert [line for line in lines if "holdfast:" in line and not line.startswith("holdfast:")] == []
 
 
-def test_quiet_does_not_swallow_a_usage_error(holdfast: Holdfast) -> None:
-    ended = holdfast.run("-q", "nothing.py")
-    assert (ended.code, ended.err) == (2, "holdfast run: error: script 'nothing.py' does not exist\n")
-
-
-def test_verbose_says_more(holdfast: Holdfast) -> None:
-    script = holdfast.script(FAIL_ONCE)
-    usual = holdfast.run("--max-restarts=1", script).own
-    verbose = holdfast.run("--max-restarts=1", "-v", script).own
-    assert len(verbose) > len(usual)
-    stamp = r"holdfast: \d\d:\d\d:\d\d\.\d\d\d [\w.]+: "
-    assert [line for line in verbose if not re.match(stamp, line)] == []
-    told = [re.sub(stamp, "holdfast: ", line) for line in verbose]
-    without_pids = [re.sub(r"pids? \d+", "", line) for line in told]
-    assert [line for line in usual if re.sub(r"pids? \d+", "", line) not in without_pids] == []
-    assert any("max_restarts=1" in line for line in verbose), "the settings are shown"
-
-
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        ("info", ["started", "restart 1 of 1", "started", "finished"]),
-        ("WARNING", ["restart 1 of 1"]),
-        ("error", []),
-        ("30", ["restart 1 of 1"]),
-        ("", ["started", "restart 1 of 1", "started", "finished"]),
-        ("loud", ["LOGLEVEL=loud", "started", "restart 1 of 1", "started", "finished"]),
-    ],
-)
-def test_the_level_from_the_environment(holdfast: Holdfast, level: str, expected: list[str]) -> None:
-    ended = holdfast.run("--max-restarts=1", holdfast.script(FAIL_ONCE), env={"LOGLEVEL": level})
-    assert ended.code == 0, str(ended)
-    assert len(ended.own) == len(expected), str(ended)
-    assert [word for word, line in zip(expected, ended.own, strict=True) if word not in line] == []
-
-
 def test_stdout_belongs_to_the_workers(holdfast: Holdfast) -> None:
     ended = holdfast.run("-v", "--max-restarts=1", holdfast.script(FAIL_ONCE))
     assert (ended.code, ended.out) == (0, "done\n")
-
-
-def test_events_on_the_console(holdfast: Holdfast) -> None:
-    ended = holdfast.run("--event-log-handler=console", holdfast.script(""), env={"LOGLEVEL": "error"})
-    assert ended.code == 0
-    events = [json.loads(line[line.index("{") :]) for line in ended.err.splitlines() if "torchelastic.worker" in line]
-    assert [event["name"].rpartition(".")[2] for event in events].count("SUCCEEDED") == 2
 
 
 # --- on a terminal --------------------------------------------------------------------------------------------
@@ -114,33 +65,6 @@ def test_colour_on_a_terminal(holdfast: Holdfast) -> None:
     warning = next(line for line in shown.splitlines() if "restart 1 of 1" in line)
     assert f"{ESCAPE}33m" in warning
     assert shown.count(ESCAPE) % 2 == 0, "every colour is taken back"
-
-
-def test_an_error_in_colour(holdfast: Holdfast) -> None:
-    ended, shown = on_terminal(holdfast, "nothing.py")
-    assert ended.code == 2
-    assert shown == f"holdfast run: {ESCAPE}31merror:{ESCAPE}0m script 'nothing.py' does not exist\r\n"
-
-
-@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"NO_COLOR": "anything"}, {"TERM": "dumb"}], ids=str)
-def test_no_colour_for_those_who_want_none(holdfast: Holdfast, env: dict[str, str]) -> None:
-    ended, shown = on_terminal(holdfast, "--max-restarts=1", holdfast.script(FAIL_ONCE), env=env)
-    assert ended.code == 0
-    assert "holdfast: started 1 worker" in shown
-    assert ESCAPE not in shown
-    assert ESCAPE not in on_terminal(holdfast, "nothing.py", env=env)[1]
-
-
-def test_an_empty_no_color_counts_as_unset(holdfast: Holdfast) -> None:
-    assert ESCAPE in on_terminal(holdfast, "nothing.py", env={"NO_COLOR": ""})[1]
-
-
-def test_no_colour_but_on_a_terminal(holdfast: Holdfast) -> None:
-    script = holdfast.script(FAIL_ONCE)
-    assert ESCAPE not in holdfast.run("--max-restarts=1", script, env={"TERM": "xterm"}).err
-    ended, shown = on_terminal(holdfast, "--max-restarts=1", script, streams="stdin stdout")
-    assert (ended.code, shown) == (0, "done\r\n")
-    assert ESCAPE not in ended.err
 
 
 ASK = """
@@ -169,12 +93,6 @@ def test_a_worker_still_finds_a_terminal(holdfast: Holdfast, options: list[str],
     assert {re.sub(r"^\[ranks? [01, ]+\] ", "", line) for line in shown.splitlines()} == {answer}
 
 
-def test_lines_on_a_terminal_end_once(holdfast: Holdfast) -> None:
-    script = holdfast.script("import sys; sys.stderr.write('one\\ntwo\\r\\nthree'); sys.stdout.write('four\\n')")
-    _, shown = on_terminal(holdfast, "-q", script)
-    assert shown.replace("four\r\n", "", 1) == "one\r\ntwo\r\r\nthree"
-
-
 def test_typing_reaches_the_worker(holdfast: Holdfast) -> None:
     script = holdfast.script("print('got', input())")
     with terminal() as (near, far):
@@ -187,38 +105,6 @@ def test_typing_reaches_the_worker(holdfast: Holdfast) -> None:
 
 
 # --- what workers write ---------------------------------------------------------------------------------------
-
-CHATTER = """
-    import os, sys
-    rank, count = os.environ["RANK"], int(sys.argv[1])
-    for stream in (sys.stdout, sys.stderr):
-        for index in range(count):
-            stream.write(f"{rank}-{index}-" + "x" * (index % 97) + "\\n")
-    os.write(1, b"the end of " + rank.encode())
-"""
-
-
-def test_tee_loses_and_tears_no_line(holdfast: Holdfast) -> None:
-    count = 3000
-    options = ["-q", "-t3", "--nproc-per-node=4", "--log-dir=logs", "--role=r"]
-    ended = holdfast.run(*options, holdfast.script(CHATTER), str(count))
-    assert ended.code == 0, str(ended)
-    for rank in range(4):
-        lines = [f"{rank}-{index}-" + "x" * (index % 97) for index in range(count)]
-        prefix = f"[r{rank}]:"
-        shown = [line.removeprefix(prefix) for line in ended.lines if line.startswith(prefix)]
-        assert shown == [*lines, f"the end of {rank}"]
-        assert [line.removeprefix(prefix) for line in ended.err.splitlines() if line.startswith(prefix)] == lines
-        (kept,) = (holdfast.directory / "logs").glob(f"*/attempt_0/{rank}/stdout.log")
-        assert kept.read_text() == "\n".join([*lines, f"the end of {rank}"])
-    assert len(ended.lines) == 4 * (count + 1)
-    assert len(ended.err.splitlines()) == 4 * count
-
-
-def test_the_users_own_prefix(holdfast: Holdfast) -> None:
-    env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}/${rank}/${local_rank}> "}
-    ended = holdfast.run("-q", "-t1", "--role=cook", holdfast.script("print('x')"), env=env)
-    assert (ended.code, ended.out) == (0, "<cook/0/0> x\n")
 
 
 def test_the_last_words_of_a_killed_worker(holdfast: Holdfast) -> None:
@@ -248,9 +134,3 @@ def test_what_a_worker_says_while_it_is_stopped(holdfast: Holdfast) -> None:
     """)
     ended = holdfast.run("-q", "-t1", "--nproc-per-node=2", script)
     assert (ended.code, ended.out) == (1, "[default0]:saved\n")
-
-
-def test_stderr_keeps_its_order_without_tee(holdfast: Holdfast) -> None:
-    script = holdfast.script("import os\nfor i in range(2000): os.write(2, b'%d\\n' % i)")
-    ended = holdfast.run("-q", script)
-    assert ended.err == "".join(f"{index}\n" for index in range(2000))

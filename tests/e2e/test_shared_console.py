@@ -81,20 +81,6 @@ def test_no_line_is_torn_in_a_pipe(holdfast: Holdfast) -> None:
             assert_in_order(mine, chatter(rank, stream))
 
 
-def test_no_line_is_torn_on_a_terminal(holdfast: Holdfast) -> None:
-    ended, shown = on_terminal(holdfast, "-q", "--nproc-per-node=4", holdfast.script(CHATTER))
-    assert ended.code == 0
-    found = labelled(shown)
-    # A line that took long to write may have been shown before its end came.
-    for rank in range(4):
-        mine = [line for ranks, line in found if ranks == {rank}]
-        for stream in (1, 2):
-            assert_in_order(mine, chatter(rank, stream))
-        whole = {*chatter(rank, 1), *chatter(rank, 2)}
-        partial = [line for line in mine if line not in whole]
-        assert [line for line in partial if not line.startswith(f"{rank}-"[: len(line)])] == []
-
-
 def test_the_same_lines_are_folded_on_a_terminal_only(holdfast: Holdfast) -> None:
     script = holdfast.script(
         TOGETHER
@@ -168,39 +154,6 @@ def test_prefixes_on_a_terminal(holdfast: Holdfast, options: list[str], shown: s
 def test_one_worker_writes_to_the_console_itself(holdfast: Holdfast) -> None:
     ended = holdfast.run("-q", holdfast.script("import os; print(os.readlink('/proc/self/fd/1'))"))
     assert ended.out == f"{holdfast.directory / '1.out'}\n"
-
-
-def test_bytes_of_several_workers_are_untouched(holdfast: Holdfast) -> None:
-    hostile = bytes(range(256)).replace(b"\n", b"") + "\u202e\u2028é".encode() + b"\xc3\x1b[2J\x1b]0;x\x07"
-    script = holdfast.script(f"import os; os.write(1, {hostile!r} + os.environ['RANK'].encode() + b'\\n')")
-    ended = holdfast.run("-q", "--nproc-per-node=2", script)
-    lines = sorted(ended.raw_out.split(b"\n"), key=lambda line: line[-1:])
-    assert lines == [b"", hostile + b"0", hostile + b"1"]
-
-
-def test_a_prompt_of_one_of_several_workers(holdfast: Holdfast) -> None:
-    """It is shown though its line has no end; other lines may come between; the answer arrives."""
-    gate = holdfast.directory / "gate"
-    os.mkfifo(gate)
-    script = holdfast.script("""
-        import os, sys
-        if os.environ["RANK"] == "1":
-            sys.stdout.write("name? ")
-            print("you said", sys.stdin.readline().strip())
-        else:
-            open("gate").close()
-            print("meanwhile")
-    """)
-    with terminal() as (near, far):
-        running = holdfast.start("-q", "--nproc-per-node=2", script, stdin=far, stdout=far, stderr=far)
-        os.close(far)
-        near.read_until("[rank 1] name? ")
-        support.open_gate(gate)
-        near.read_until("[rank 0] meanwhile\r\n")
-        os.write(near.fd, b"bob\n")
-        shown = near.read_to_end()
-        assert running.wait().code == 0
-    assert "[rank 1] name? you said bob\r\n" in shown
 
 
 def test_a_progress_bar_among_lines(holdfast: Holdfast) -> None:

@@ -79,20 +79,6 @@ def test_where_preloading_has_no_effect(
     assert expected in ended.err
 
 
-def test_what_is_no_module(holdfast: Holdfast) -> None:
-    holdfast.script("")
-    ended = holdfast.run("--standalone", "--preload=torch-vision", "job.py")
-    assert ended.code == 2
-    assert "--preload: 'torch-vision' is not the name of a module" in ended.err
-
-
-def test_a_module_that_cannot_be_imported(holdfast: Holdfast) -> None:
-    holdfast.script("print('well')")
-    ended = holdfast.run("--standalone", "--preload=nowhere_to_be_found", "job.py")
-    assert ended.out == "well\n"
-    assert "cannot preload nowhere_to_be_found; the workers start without it: nowhere_to_be_found" in ended.err
-
-
 def test_a_node_that_stands_by_preloads(holdfast: Holdfast) -> None:
     gate = holdfast.directory / "gate"
     os.mkfifo(gate)

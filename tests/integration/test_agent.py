@@ -27,16 +27,15 @@ from holdfast.agent import (
     WorkerState,
     local,
 )
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError
 from holdfast.failures.records import Failure
 from holdfast.process import DefaultLogsSpecs, Std
-from holdfast.process.errors import record
 from holdfast.rendezvous import (
     RendezvousClosedError,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.static import StandaloneRendezvous, StaticTCPRendezvous
 from holdfast.rendezvous.store import InProcessStore
@@ -187,18 +186,6 @@ def test_a_second_life_that_succeeds(mailbox: support.Mailbox, measured: dict[st
     assert measured[f"{prefix}succeeded"] == [1]
 
 
-def test_an_agent_can_run_again(mailbox: support.Mailbox) -> None:
-    agent = make_agent(entrypoints.live, str(mailbox), "exit", 1, max_restarts=1)
-    for _ in range(2):
-        assert agent.run().return_values == {0: "life 1 of rank 0", 1: "life 1 of rank 1"}
-
-
-def test_workers_that_end_before_anybody_looks() -> None:
-    """Their ends may be reported together with the start of the last one; nothing comes afterwards."""
-    for _ in range(20):
-        assert make_agent("true", local_world_size=4).run().state is WorkerState.SUCCEEDED
-
-
 @pytest.mark.usefixtures("no_descriptor_leak")
 def test_no_descriptor_is_left_open_after_many_rounds(tmp_path: Path) -> None:
     handler = StandaloneRendezvous("run")
@@ -249,25 +236,7 @@ def test_the_users_master_and_the_static_world() -> None:
     assert (told[3]["MASTER_ADDR"], told[3]["MASTER_PORT"]) == ("example", "77")
 
 
-def test_virtual_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    agent = make_agent(entrypoints.environment, "LOCAL_RANK", "RANK", "CUDA_VISIBLE_DEVICES", virtual_local_rank=True)
-    values = agent.run().return_values
-    found = [tuple(value.values()) for value in values.values()]
-    assert found == [(b"0", b"0", b"5"), (b"0", b"1", b"7")]
-
-
 # Errors of workers.
-
-
-@record
-def recorded_failure() -> None:
-    raise KeyError("recorded")
-
-
-def test_the_error_of_a_recorded_function(tmp_path: Path) -> None:
-    result = make_agent(recorded_failure, local_world_size=1, logs_specs=DefaultLogsSpecs(str(tmp_path / "f"))).run()
-    assert "KeyError: 'recorded'" in str(result.failures[0].message)
 
 
 def test_the_evidence_is_complete_when_the_run_is_over() -> None:
@@ -276,13 +245,6 @@ def test_the_evidence_is_complete_when_the_run_is_over() -> None:
     failure = make_agent("bash", "-c", code, local_world_size=1).run().failures[0]
     assert failure.evidence is not None
     assert failure.evidence.stderr_tail.strip().endswith("line 2000")
-
-
-def test_an_unreadable_error_file_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    code = 'echo junk > "$TORCHELASTIC_ERROR_FILE"; exit 3'
-    agent = make_agent("bash", "-c", code, local_world_size=1, logs_specs=DefaultLogsSpecs(str(tmp_path)))
-    assert agent.run().failures[0].exitcode == 3
-    assert len([line for line in caplog.messages if "is unreadable" in line]) == 1
 
 
 # Nodes that meet through the handler of somebody else.
@@ -328,21 +290,6 @@ def test_nodes_that_share_a_store_of_torch() -> None:
     check_five_nodes(Meeting(5, connect=connect))
 
 
-def test_nodes_that_are_said_to_be_alike_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
-
-    class ForTheBarrierOnly(InProcessStore):
-        def get(self, key: str) -> bytes:
-            raise AssertionError(f"{key} was asked for")
-
-        multi_get = get  # type: ignore[assignment]
-
-    store = ForTheBarrierOnly(timedelta(seconds=60))
-    meeting = Meeting(2, connect=lambda round: store)
-    agents = [make_agent(entrypoints.told, handler=PluginHandler(meeting, str(index))) for index in range(2)]
-    assert sorted(told_ranks(run_together(*agents))) == [0, 1, 2, 3]
-
-
 def test_a_node_arrives_while_another_runs(tmp_path: Path, mailbox: support.Mailbox) -> None:
     meeting = Meeting(1, 2)
     gates = [tmp_path / f"gate{index}" for index in range(2)]
@@ -365,24 +312,6 @@ def test_a_node_arrives_while_another_runs(tmp_path: Path, mailbox: support.Mail
         told = told_ranks([first.result(support.DEADLINE_S), second.result(support.DEADLINE_S)])
     assert [told[rank]["WORLD_SIZE"] for rank in (0, 1)] == ["2", "2"]
     assert [told[rank]["TORCHELASTIC_RESTART_COUNT"] for rank in (0, 1)] == ["0", "0"], "membership is free"
-
-
-def test_nobody_is_done_before_everybody_is(tmp_path: Path, mailbox: support.Mailbox) -> None:
-    meeting = Meeting(2)
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    early = make_agent("true", handler=PluginHandler(meeting, "0"))
-    late_call = (entrypoints.wait_for, str(gate), str(mailbox))
-    late = make_agent(*late_call, handler=PluginHandler(meeting, "1"), local_world_size=1)
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(early.run), pool.submit(late.run)]
-        mailbox.take()
-        is_done = lambda: early.get_worker_group().state is WorkerState.SUCCEEDED  # noqa: E731
-        support.wait_until(is_done, "the workers of the early node have finished")
-        assert not runs[0].done()
-        assert not runs[1].done()
-        gate.write_text("go")
-        assert [run.result(support.DEADLINE_S).state for run in runs] == [WorkerState.SUCCEEDED] * 2
 
 
 @pytest.mark.parametrize("trouble", ["nobody comes", "the store is gone"])
@@ -455,12 +384,6 @@ def test_a_node_that_is_not_needed_leaves_quietly(home: str) -> None:
 
     result = make_agent("true", handler=Surplus(Meeting(), "0")).run()
     assert (result.state, result.return_values, result.is_failed()) == (WorkerState.SUCCEEDED, {}, False)
-
-
-def test_a_spec_without_a_handler() -> None:
-    spec = WorkerSpec("trainer", 1, None, entrypoint="true")
-    with pytest.raises(UserError, match="no rendezvous handler"):
-        LocalElasticAgent(spec, DefaultLogsSpecs("/dev/null")).run()
 
 
 def test_workers_that_are_not_those_it_started(mailbox: support.Mailbox, caplog: pytest.LogCaptureFixture) -> None:
@@ -592,14 +515,6 @@ def test_a_monitor_of_its_own_is_asked_again_and_again(mailbox: support.Mailbox)
     assert (result.state, result.stopped, asked) == (S.FAILED, {0: "SIGTERM"}, [S.HEALTHY] * 5)
 
 
-@pytest.mark.parametrize("state", [S.UNKNOWN, S.INIT, S.STOPPED])
-def test_a_state_that_should_not_be(state: WorkerState) -> None:
-    agent = Scripted(WorkerSpec("r", 1, StandaloneRendezvous("x"), entrypoint="-", monitor_interval=0.01), [state])
-    with pytest.raises(HoldfastError, match=rf"\[r\].*{state.name}"):
-        agent.run()
-    assert agent.calls[-1] == END
-
-
 class Overtaken(SoloCoordination, StandaloneRendezvous):
     """A run of others, which go on without this node after its first round, and succeed."""
 
@@ -635,28 +550,6 @@ def test_two_pushes_at_once_stop_the_workers_once() -> None:
     agent = Scripted(WorkerSpec("r", 1, Interrupted(), entrypoint="-", monitor_interval=0.01), [S.HEALTHY] * 9)
     assert agent.run().state is S.SUCCEEDED
     assert agent.calls.count("stop") == 1
-
-
-class Late(Overtaken):
-    """The run has used three restarts when this node comes."""
-
-    def join(self, failure: Failure | None = None) -> None:
-        SoloCoordination.join(self)
-        self._mailbox.put(Sealed("", Place(0, 1, 0, 1, restarts_used=3)))
-
-    def take(self) -> list[Any]:
-        return [push for push in super().take() if not isinstance(push, Sealed) or push.place.restarts_used]
-
-    def report_success(self, round: int, timeout_s: float) -> None:
-        SoloCoordination.report_success(self, round, timeout_s)
-
-
-def test_a_late_node_does_not_speak_of_restarts_before_its_time(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "holdfast")
-    agent = Scripted(WorkerSpec("r", 1, Late(), entrypoint="-", max_restarts=50, monitor_interval=0.01), [S.SUCCEEDED])
-    assert agent.run().state is S.SUCCEEDED
-    assert agent.status.restarts_used == 3
-    assert not [line for line in caplog.messages if line.startswith("restart")]
 
 
 class Valued(Scripted):
@@ -750,13 +643,6 @@ def test_the_state_is_measured_when_it_changes(measured: dict[str, list[float]])
     assert [measured[f"workers.r.{state}"] for state in ("healthy", "failed", "succeeded")] == [[1, 1], [1], [1]]
 
 
-def test_metrics_of_a_run_without_trouble(measured: dict[str, list[float]]) -> None:
-    make_agent("true", max_restarts=3).run()
-    assert measured["workers.trainer.flakiness"] == [0]
-    assert measured["workers.trainer.run_success_no_retries"] == [1]
-    assert "SimpleElasticAgent._restart_workers.success" not in measured
-
-
 AGENT_KEYS = {
     "run_id", "global_rank", "group_rank", "worker_id", "role", "hostname", "state", "total_run_time", "rdzv_backend",
     "raw_error", "metadata", "agent_restarts", "duration_ms",
@@ -790,12 +676,6 @@ def test_events_of_a_run_that_fails(mailbox: support.Mailbox, recorded: list[eve
         "group_world_size": 1, "entry_point": "live", "local_rank": 1, "role_rank": 1, "role_world_size": 2,
         "exit_code": 1, "worker_pid": result.failures[1].pid,
     }  # fmt: skip
-
-
-def test_one_start_of_eight_workers_makes_ten_events(recorded: list[events.Event]) -> None:
-    make_agent("true", local_world_size=8, event_log_handler="test").run()
-    names = [event.name.rpartition(".")[2] for event in recorded]
-    assert names == ["RENDEZVOUS", "ASSIGN_WORKER_RANKS", *["START"] * 8, *["SUCCEEDED"] * 8]
 
 
 def test_the_events_of_the_agent_itself(recorded: list[events.Event]) -> None:

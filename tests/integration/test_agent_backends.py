@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +12,6 @@ from typing import Any
 import pytest
 
 from holdfast.agent.model import WorkerSpec, WorkerState
-from holdfast.process.output.logs import DefaultLogsSpecs
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.registry import get_rendezvous_handler
 from holdfast.testing.etcd_server import EtcdServer
@@ -77,28 +73,6 @@ def test_nodes_of_different_sizes_and_roles(handler: Handlers) -> None:
     sizes = [size for _, size in nodes]
     assert [each["LOCAL_RANK"] for each in told] == [str(rank) for rank in itertools.chain(*map(range, sizes))]
     assert len({(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in told}) == 1
-
-
-@pytest.mark.parametrize("how", ["decorated", "plain"])
-def test_errors_with_and_without_record(tmp_path: Path, handler: Handlers, how: str) -> None:
-    path = support.write_script(tmp_path / "fails.py", """
-        import sys
-        from holdfast import record
-        def main():
-            raise KeyError("recorded")
-        if sys.argv[1] == "decorated":
-            main = record(main)
-        main()
-    """)  # fmt: skip
-    before = int(time.time())
-    logs = DefaultLogsSpecs(str(tmp_path / "logs"))
-    options = {"handler": handler(), "logs_specs": logs, "local_world_size": 1}
-    failure = lives.make_agent(sys.executable, path, how, **options).run().failures[0]
-    assert isinstance(failure.message, dict)
-    assert failure.message["message"] == "KeyError: 'recorded'"
-    assert 'raise KeyError("recorded")' in failure.message["extraInfo"]["py_callstack"]
-    assert before <= failure.timestamp <= int(time.time())
-    assert json.loads(Path(failure.error_file).read_text()) == failure.error_file_data
 
 
 S = WorkerState

@@ -368,16 +368,6 @@ def test_a_stubborn_worker_when_the_agent_gets_a_signal(launch: Any, name: str) 
     assert job.mailbox.rest() == [], "nobody but the leader got a signal before the last one"
 
 
-def test_a_stubborn_worker_when_its_group_is_closed(mailbox: support.Mailbox) -> None:
-    args = {0: (WORKER, str(mailbox), "--on", "SIGTERM", "--start", KINDS)}
-    context = start_processes("t", sys.executable, args, {0: {}}, DefaultLogsSpecs("/dev/null"))
-    pids = [int(line.split()[2]) for line in mailbox.take(5)]
-    context.close(timeout=GRACE_S)
-    assert not any(support.alive(pid) for pid in pids)
-    assert context.stopped() == {0: f"SIGKILL, {GRACE_S} s after SIGTERM"}
-    assert [line.split()[0] for line in mailbox.rest()] == ["worker-SIGTERM"]
-
-
 def test_grandchildren_may_finish_what_they_do_within_the_grace_of_their_leader(mailbox: support.Mailbox) -> None:
     """The leader waits for its child after SIGTERM; the child, which has no handler, must not have got one."""
     code = f"""
@@ -475,26 +465,6 @@ def test_a_signal_takes_the_node_away_and_closes_nothing(launch: Any, phase: str
     assert outcome["joins"] == (2 if phase == "rejoining" else 1), "nothing new is begun"
     assert sorted(outcome["restored"]) == sorted(SIGNALS)
     assert not any(support.alive(pid) for pid in pids)
-
-
-def test_a_hangup_that_was_ignored_stays_ignored(launch: Any) -> None:
-    job = launch("--then", "exit 0", ignored=["SIGHUP"])
-    (pid,) = job.hear("worker")
-    assert support.signals_of(pid, "SigIgn") & 1 << (signal.SIGHUP - 1), "for the workers too"
-    job.send(signal.SIGHUP)
-    job.open_gate()
-    assert job.outcome()["how"] == "success"
-
-
-def test_signals_that_nobody_asked_for_keep_their_meaning(launch: Any) -> None:
-    job = launch("--then", "exit 0", signals_to_handle="SIGTERM", handled=["SIGINT", "SIGUSR1"])
-    job.hear("worker")
-    job.send(signal.SIGINT)
-    job.send(signal.SIGUSR1)
-    job.open_gate()
-    outcome = job.outcome()
-    assert outcome["how"] == "success"
-    assert outcome["restored"] == ["SIGINT", "SIGUSR1"]
 
 
 def test_a_second_interrupt_ends_all_patience(launch: Any) -> None:

@@ -232,10 +232,6 @@ def test_values_of_every_rank(starter: Starter, ranks: int, method: str) -> None
     assert result.return_values == {rank: f"rank {rank}" for rank in range(ranks)}
 
 
-def test_no_value(starter: Starter) -> None:
-    assert starter.value(entrypoints.give, None) is None
-
-
 @pytest.mark.parametrize("how", ["exit", "exit 0", "_exit", "raise SystemExit"])
 @pytest.mark.parametrize("method", START_METHODS)
 def test_exit_zero_is_success_without_a_value(starter: Starter, method: str, how: str) -> None:
@@ -275,11 +271,6 @@ def test_a_value_that_cannot_be_sent_is_the_workers_failure(starter: Starter) ->
     failure = starter.failure(entrypoints.make, "unpicklable")
     assert "return value of make cannot be pickled" in str(failure.message)
     assert "not for sending" in str(failure.message)
-
-
-def test_a_value_that_cannot_be_received_is_a_failure(starter: Starter) -> None:
-    evidence = starter.failure(entrypoints.make, "treacherous").evidence
-    assert "return value cannot be read back: ArithmeticError: it blew up on arrival" in evidence.note
 
 
 # What cannot be started.
@@ -339,11 +330,6 @@ def test_one_that_cannot_start_ends_those_that_did(starter: Starter, tmp_path: P
     assert support.survivors([int(text) for text in mailbox.rest()]) == []
 
 
-def test_an_unknown_start_method(starter: Starter) -> None:
-    with pytest.raises(UserError, match="'clone'"):
-        starter.start(entrypoints.give, 1, start_method="clone")
-
-
 @pytest.mark.parametrize(
     ("args", "envs", "named"),
     [
@@ -384,13 +370,6 @@ def test_environments_arrive_byte_by_byte(starter: Starter, monkeypatch: pytest.
         b"HF_LINES": b"a\nb",
         b"HF_ABSENT": None,
     }
-
-
-def test_the_environment_of_a_program(starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environb, b"HF_INHERITED", b"\xff\xfe")
-    out = tmp_path / "out"
-    starter.run("sh", "-c", f'printf %s "$HF_INHERITED$HF_GIVEN" > {out}', envs={0: {"HF_GIVEN": "\udcfd"}})
-    assert out.read_bytes() == b"\xff\xfe\xfd"
 
 
 @pytest.mark.parametrize("name", ["HOLDFAST_TOKEN", PASSWORD_VARIABLE, "HOLDFAST_REPORT_FILE"])
@@ -622,18 +601,6 @@ def test_closing_what_never_started() -> None:
     context = SubprocessContext("t", "true", {0: ()}, {0: {}}, DefaultLogsSpecs(NO_LOGS))
     context.close()
     assert context.pids() == {}
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
-def test_closing_with_a_signal(starter: Starter, mailbox: support.Mailbox, number: signal.Signals) -> None:
-    code = (
-        f'trap "echo got > {mailbox}; exit 0" {number.name[3:]}; echo there > {mailbox}; while :; do sleep 0.01; done'
-    )
-    context = starter.start("bash", "-c", code)
-    assert mailbox.take() == ["there"]
-    context.close(number, timeout=60)
-    assert mailbox.rest() == ["got"]
-    assert context.stopped() == {0: number.name}
 
 
 @pytest.mark.parametrize("method", START_METHODS)
@@ -947,26 +914,6 @@ def test_filters_without_tee_are_said_to_be_useless(
     assert [message for message in caplog.messages if "no effect" in message] == [
         f"duplicate_{stream}_filters has no effect: {stream} of no worker is tee'd" for stream in useless
     ]
-
-
-def test_ranks_that_are_filtered_out_are_silent(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
-    logs = DefaultLogsSpecs(str(starter.tmp_path), tee={0: Std.OUT}, local_ranks_filter={1})
-    context = starter.start(entrypoints.say, "out", "err", ranks=3, logs=logs)
-    assert context.wait(support.DEADLINE_S) is not None
-    context.close()
-    assert Path(context.stdouts[0]).read_text() == "out\n"
-    assert capfd.readouterr() == ("out\n", "err\n")
-
-
-def test_nothing_is_kept_in_dev_null(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
-    logs = DefaultLogsSpecs(NO_LOGS, redirects=Std.ALL, tee=Std.ALL)
-    filters = {"duplicate_stdout_filters": ["o"], "duplicate_stderr_filters": ["e"]}
-    context = starter.start(entrypoints.say, "out", "err", logs=logs, **filters)
-    assert context.wait(support.DEADLINE_S) is not None
-    context.close()
-    assert capfd.readouterr() == ("out\n", "err\n")
-    assert context.error_files == {0: NO_LOGS}
-    assert context.envs[0]["TORCHELASTIC_ERROR_FILE"] == ""
 
 
 def test_error_files(starter: Starter) -> None:

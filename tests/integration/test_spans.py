@@ -7,13 +7,17 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from holdfast.telemetry import spans
+from holdfast.telemetry import background, spans
 from tests import support
 from tests.e2e.command import COMMAND, clean_environment
 from tests.post_receiver import PostReceiver
@@ -132,6 +136,25 @@ def test_the_command_sends_spans_to_the_endpoint_in_the_environment(tmp_path: Pa
         traces = f"{place.url}/v1/traces"
         holdfast_run(tmp_path, **soon, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=traces, OTEL_SERVICE_NAME="mine")
         assert spans_at(place) == (expected, {"mine"})
+
+
+def test_a_run_that_ends_before_the_packages_are_imported_sends_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a short run on a busy machine: 1. the run ends; 2. the import is done; 3. the spans are sent."""
+    import_may_end, exporter = threading.Event(), InMemorySpanExporter()
+
+    def provider() -> tuple[TracerProvider, bool]:
+        import_may_end.wait(support.DEADLINE_S)
+        found = TracerProvider()
+        found.add_span_processor(SimpleSpanProcessor(exporter))
+        return found, True
+
+    monkeypatch.setattr(spans, "_provider", provider)
+    tracing = spans.Tracing({"run_id": "job7"})
+    later = threading.Timer(background.CLOSE_LIMIT_S + 0.5, import_may_end.set)
+    later.start()
+    tracing.close()
+    assert [span.name for span in exporter.get_finished_spans()] == ["run job7"]
+    later.join()
 
 
 def test_an_endpoint_that_refuses_is_at_most_a_warning(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from holdfast import procfs
 from holdfast.errors import HostError
 from holdfast.hangs import stacks
 from holdfast.hangs.compare import Look
-from holdfast.process.spawner import bootstrap, command
+from holdfast.process.spawner import command
 from holdfast.process.workers.group import PContext, start_processes
 from tests.support import DEADLINE_S, halt, wait_until, write_script
 
@@ -175,15 +175,6 @@ def test_nobody_is_sent_a_signal_that_may_kill_it(command: list[str], why: str) 
             process.wait(0.2)
 
 
-@pytest.mark.usefixtures("no_py_spy")
-def test_a_stopped_process_without_py_spy(tmp_path: Path, script: str) -> None:
-    with worker(tmp_path, sys.executable, script) as (_, pid):
-        halt(pid)
-        look = stacks.look_at(pid)
-        assert look.threads == ()
-        assert "a stopped process does not answer signals" in look.trouble
-
-
 def test_a_program_that_is_no_python() -> None:
     with running("sh", "-c", "echo there; exec sleep 600") as process:
         look = stacks.look_at(process.pid)
@@ -227,11 +218,6 @@ def test_trouble_with_py_spy_is_told(
     monkeypatch.setattr(stacks, "find_py_spy", lambda: path)
     with running("sh", "-c", "echo there; exec sleep 600") as process:
         assert complaint in stacks.look_at(process.pid, timeout_s=0.4 if "60" in program else DEADLINE_S).trouble
-
-
-def test_the_bootstrap_and_we_mean_the_same_signal() -> None:
-    assert bootstrap.DUMP_SIGNAL == stacks.DUMP_SIGNAL
-    assert signal.SIGRTMIN < stacks.DUMP_SIGNAL < signal.SIGRTMAX
 
 
 def test_a_users_handler_for_that_signal_stays(tmp_path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import signal
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from holdfast.timer import FileTimerRequest, FileTimerServer
 from tests.support import python, write_script
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
@@ -17,17 +15,6 @@ pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not
 # Importing torch takes seconds, and more on a busy machine.
 TORCH_DEADLINE_S = 90.0
 
-TORCH_WORKER = """
-    import sys, threading
-    from torch.distributed.elastic.timer import FileTimerClient, configure, expires
-
-    configure(FileTimerClient(sys.argv[1]))
-    with expires(after=60, scope="in time"):
-        pass
-    if sys.argv[2] == "hang":
-        with expires(after=0.2, scope="too long"):
-            threading.Event().wait()
-"""
 
 TORCH_SERVER = """
     import sys, threading
@@ -51,29 +38,6 @@ OUR_WORKER = """
     with expires(after=0.2, scope="too long"):
         threading.Event().wait()
 """
-
-
-def test_torchs_client_arms_and_trips_our_server(tmp_path: Path) -> None:
-    script = write_script(tmp_path / "worker.py", TORCH_WORKER)
-    path = str(tmp_path / "timers")
-    events: queue.Queue[tuple[str, FileTimerRequest | None]] = queue.Queue()
-    server = FileTimerServer(path, "run", log_event=lambda *event: events.put(event))
-    server.start()
-    with python(script, path, "hang") as hung, python(script, path, "finish") as quick:
-        assert quick.wait(TORCH_DEADLINE_S) == 0
-        assert hung.wait(TORCH_DEADLINE_S) == -signal.SIGKILL
-    server.stop()
-    told = [
-        (name, request and (request.worker_pid, request.scope_id, request.signal)) for name, request in events.queue
-    ]
-    overrun = (hung.pid, "too long", signal.SIGKILL)
-    assert told == [
-        ("watchdog started", None),
-        ("timer expired", overrun),
-        ("kill worker process", overrun),
-        ("watchdog stopped", None),
-    ]
-    assert server._request_count == 5
 
 
 def test_our_client_arms_and_trips_torchs_server(tmp_path: Path) -> None:

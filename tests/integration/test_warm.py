@@ -218,19 +218,6 @@ def test_torch_and_its_data_loaders(spawner: Spawner, tmp_path: Path, monkeypatc
     assert spawner.run(script, preload=("torch",)) == cold
 
 
-def test_a_warm_worker_leaves_the_evidence_of_a_cold_one(spawner: Spawner, tmp_path: Path) -> None:
-    script = support.write_script(tmp_path / "job.py", "def f():\n    raise KeyError('x')\nf()\n")
-    context = spawner.group(script, preload=("json",))
-    spawner.warm_up(script)
-    context.start()
-    context.wait(support.DEADLINE_S)
-    context.close(timeout=5)
-    failure = context.failures()[0]
-    assert "KeyError: 'x'" in str(failure.message)
-    assert failure.traceback_text().startswith("Traceback")
-    assert "template" not in failure.traceback_text()
-
-
 def test_functions_are_forked_from_the_template(spawner: Spawner) -> None:
     """As many as are ordered at once, which takes over a hundred descriptors."""
     context = spawner.group(preload=("decimal",), entrypoint=entrypoints.modules, ranks=16)
@@ -330,37 +317,7 @@ def test_a_module_that_takes_too_long(
     assert expected in reasons(caplog)[0]
 
 
-def test_what_a_module_prints_is_printed_once(
-    spawner: Spawner, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "loud.py").write_text("print('hello from the import', end='')\n")
-    script = support.write_script(tmp_path / "job.py", "import loud\nprint('well')\n")
-    # Started here, where its output is captured.
-    other = Spawner(tmp_path)
-    try:
-        assert other.run(script, preload=("loud",), ranks=3) == [(0, "well\n", "")] * 3
-    finally:
-        other.link.close()
-    assert capfd.readouterr().out == "hello from the import"
-
-
 # The template is killed.
-
-
-def test_the_template_is_killed_while_it_imports(
-    spawner: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    script = support.write_script(tmp_path / "job.py", "print('well')\n")
-    context = spawner.group(script, preload=("slow",))
-    spawner.warm_up(script)
-    context.begin_start()
-    assert not context.poll_start()
-    os.kill(spawner.template(), signal.SIGKILL)
-    drive(context)
-    assert context.wait(support.DEADLINE_S) is not None
-    context.close()
-    assert "killed by signal 9" in reasons(caplog)[0]
 
 
 def test_a_ready_template_that_is_killed_is_replaced(
@@ -445,17 +402,6 @@ def test_the_spawner_is_killed_while_the_template_imports(spawner: Spawner, tmp_
     assert support.survivors([pid]) == []
 
 
-def test_workers_are_killed_and_the_template_stays(spawner: Spawner, tmp_path: Path) -> None:
-    script = support.write_script(tmp_path / "job.py", "import time\ntime.sleep(600)\n")
-    context = spawner.group(script, preload=("decimal",), ranks=2)
-    spawner.warm_up(script)
-    context.start()
-    pids = list(context.pids().values())
-    context.close(signal.SIGKILL, 0)
-    assert support.survivors(pids) == []
-    assert support.tree(spawner.link._pid) == [spawner.template()]
-
-
 def drive(context: PContext) -> None:
     while not context.poll_start():
         context._spawner.wait(support.DEADLINE_S)
@@ -487,10 +433,3 @@ def test_orphans_of_a_warm_worker_go_with_it(spawner: Spawner, tmp_path: Path) -
     assert support.survivors([orphan]) == []
     assert support.alive(context.pids()[1])
     context.close(signal.SIGKILL, 0)
-
-
-def test_secrets_do_not_reach_the_template(spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_TOKEN", "a secret of sixteen bytes")
-    script = support.write_script(tmp_path / "job.py", "import os\nprint('HOLDFAST_TOKEN' in os.environ)\n")
-    assert spawner.run(script, preload=("decimal",)) == [(0, "False\n", "")]
-    assert b"a secret" not in Path(f"/proc/{spawner.template()}/environ").read_bytes()

@@ -17,7 +17,9 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from holdfast.agent import exchange, ranks
+import msgspec
+
+from holdfast.agent import exchange
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process.output.logs import DefaultLogsSpecs
 from holdfast.rendezvous.api import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
@@ -59,7 +61,7 @@ class Handler:
             threading.Event().wait()
         store = TellingStore(timedelta(seconds=60))
         if ORDER.get("nodes", 1) == 2:  # The other node is somewhere else, and never finishes.
-            store.set(exchange.role_info_key(1), exchange.encode_member(ranks.Member("default_role", 1), 1))
+            store.set(exchange.ROLE_INFO.format(1), msgspec.json.encode(exchange.RoleInfo("default_role", 1, 1)))
         return RendezvousInfo(store, 0, ORDER.get("nodes", 1), RendezvousStoreInfo("127.0.0.1", 29511))
 
     def is_closed(self) -> bool:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.timer.client import FileTimerRequest, decode, encode, request_in, split_lines
+from holdfast.timer.client import FileTimerRequest, decode, encode, split_lines
 
 requests = st.builds(
     FileTimerRequest,
@@ -35,8 +35,3 @@ def test_however_the_stream_is_cut_the_same_requests_come_out(
 def test_no_line_does_more_harm_than_a_value_error(line: bytes) -> None:
     with suppress(ValueError):
         decode(line)
-
-
-@given(st.binary(max_size=200).filter(lambda junk: b"\n" not in junk), requests)
-def test_a_request_behind_torn_junk_is_found(junk: bytes, request: FileTimerRequest) -> None:
-    assert decode(request_in(b"x" + junk + encode(request).rstrip(b"\n"))) == request

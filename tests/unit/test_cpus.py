@@ -110,11 +110,6 @@ def span(first: int, last: int) -> list[int]:
     return list(range(first, last + 1))
 
 
-def test_names() -> None:
-    assert [mode.value for mode in AffinityMode] == ["node", "socket", "exclusive", "core-complex"]
-    assert NumaOptions(NODE) == NumaOptions(affinity_mode=NODE, should_fall_back_if_binding_fails=False)
-
-
 @pytest.mark.parametrize(
     ("text", "cpus"),
     [("", []), ("0", [0]), ("0-3", [0, 1, 2, 3]), ("0-1,8,10-11\n", [0, 1, 8, 10, 11])],
@@ -210,19 +205,6 @@ def test_choices(
                 made.cpus(mode, rank, len(expected), **environ)
         else:
             assert made.cpus(mode, rank, len(expected), **environ) == wanted
-
-
-def test_nodes_without_usable_cpus_do_not_count(tmp_path: Path) -> None:
-    machine = build(tmp_path, [Cpu(0, 0, "0"), Cpu(1, 0, "1"), Cpu(2, 1, "2")], extra_nodes={7: ""})
-    machine.allowed = frozenset({0, 2})
-    assert machine.all_cpus(NODE, 2) == [[0], [2]]
-
-
-def test_core_complex_does_not_look_at_instruction_caches(tmp_path: Path) -> None:
-    caches = {("Data", 1): "0-1", ("Instruction", 4): "0-3"}
-    others = {("Data", 1): "2-3", ("Instruction", 4): "0-3"}
-    machine = build(tmp_path, [Cpu(0, 0, str(n), caches if n < 2 else others) for n in range(4)])
-    assert machine.all_cpus(CORE_COMPLEX, 2) == [[0, 1], [2, 3]]
 
 
 def without_nodes(machine: Machine) -> None:

@@ -130,12 +130,6 @@ def test_a_group_without_a_place_is_refused(name: str) -> None:
         worker_environments(group, {}, **FACTS)
 
 
-def test_the_agents_environment_is_left_alone() -> None:
-    agent_environ = {"CUDA_VISIBLE_DEVICES": "0,1,2", "OMP_NUM_THREADS": "1"}
-    worker_environments(a_group(virtual_local_rank=True), agent_environ, **FACTS)
-    assert agent_environ == {"CUDA_VISIBLE_DEVICES": "0,1,2", "OMP_NUM_THREADS": "1"}
-
-
 # --- arguments
 
 
@@ -158,17 +152,6 @@ def test_the_agents_environment_is_left_alone() -> None:
 )
 def test_macros_are_filled_in_text_arguments(arg: Any, filled: Any) -> None:
     assert macros.substitute([arg], "2") == [filled]
-
-
-def test_the_local_rank_macro_fills_itself_in() -> None:
-    assert macros.local_rank == "${local_rank}"
-    assert macros.substitute(("a", macros.local_rank), 7) == ["a", "7"]
-
-
-def test_substitution_leaves_the_callers_list_alone() -> None:
-    args = [macros.local_rank]
-    assert macros.substitute(args, "0") is not args
-    assert args == ["${local_rank}"]
 
 
 # --- log lines

@@ -162,7 +162,7 @@ def test_samples_are_taken_a_fraction_of_the_shortest_bound_apart() -> None:
 
 # Looks one after another: when, what has moved last and when, what is known of the look, whether the group hangs.
 Looks = list[tuple[float, dict[Signal, float], dict[str, bool], bool]]
-AGAIN, BLIND = {"is_again": True}, {"is_blind": True}
+AGAIN, BLIND = {"is_again": True}, {"is_held_up": True}
 TEN_S, WRITTEN = {"hang_timeout_s": 10.0}, {OUTPUT: 5.0}
 
 STORIES: dict[str, tuple[dict[str, Any], Looks]] = {

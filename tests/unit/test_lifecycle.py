@@ -26,7 +26,6 @@ from holdfast.agent.lifecycle import (
     WorkersSucceeded,
 )
 from holdfast.errors import InternalError
-from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
 
 NOW = 1000.0
@@ -184,14 +183,6 @@ def test_what_speaks_of_a_round_to_come_is_impossible(phase: AgentPhase, kind: t
         machine.step(EVENTS[kind](machine.round + 1), NOW)
 
 
-def test_rounds_may_be_skipped() -> None:
-    machine = machine_in(AgentPhase.JOINING)
-    assert take(machine, sealed(9)) == [StartWorkers(9)]
-    assert machine.round == 9
-    assert take(machine, WorkersStarted(1)) == []
-    assert machine.phase is AgentPhase.STARTING
-
-
 STOPPED = WorkersStopped(1)
 UNKILLABLE = WorkersStopped(1, unkillable=(4711,))
 # From RUNNING: what happens, the last commands, and how the run ended for this node, if it did.
@@ -234,30 +225,10 @@ def test_a_lost_place_cuts_the_grace_short() -> None:
     assert take(machine, stopped(1)) == [], "and nothing makes it longer again"
 
 
-def test_a_failure_is_reported_as_it_is() -> None:
-    failure = Failure("host", 3, text="it hung")
-    assert take(machine_in(AgentPhase.RUNNING), WorkersFailed(1, failure)) == [ReportFailure(1, failure), GRACE]
-
-
-def test_starting_workers_are_stopped_although_they_are_not_there_yet() -> None:
-    machine = machine_in(AgentPhase.STARTING)
-    assert take(machine, stopped(1)) == [GRACE]
-    assert take(machine, WorkersStarted(1)) == []
-    assert machine.phase is AgentPhase.STOPPING
-    assert take(machine, STOPPED) == [JoinRound()]
-
-
 def test_the_only_deadline_is_for_the_peers() -> None:
     for phase in AgentPhase:
         deadline = machine_in(phase).next_deadline()
         assert deadline == (NOW + PEERS_TIMEOUT_S if phase is AgentPhase.FINISHED else None)
-
-
-@pytest.mark.parametrize("event", [stopped(1), lost(1), ended(FAILED), PeersTimedOut(1)], ids=repr)
-def test_after_the_wait_there_is_no_deadline(event: Any) -> None:
-    machine = machine_in(AgentPhase.FINISHED)
-    take(machine, event)
-    assert machine.next_deadline() is None
 
 
 def test_the_story_is_bounded_and_keeps_the_latest() -> None:
@@ -270,11 +241,6 @@ def test_the_story_is_bounded_and_keeps_the_latest() -> None:
     assert f"JOINING: {sealed(101)} -> [StartWorkers(round=101)]" in str(caught.value)
     assert "RunRequested" not in str(caught.value)
     assert isinstance(caught.value, InternalError)
-
-
-def test_the_story_of_a_machine_to_which_nothing_happened() -> None:
-    with pytest.raises(InvalidTransition, match="before: nothing"):
-        Lifecycle(1.0).step(WorkersFailed(0), NOW)
 
 
 @pytest.mark.parametrize(("phase", "changes"), [(AgentPhase.RUNNING, {"round": 0}), (AgentPhase.ENDED, {"end": None})])

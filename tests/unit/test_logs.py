@@ -19,7 +19,6 @@ from holdfast.process.output.logs import (
     DefaultLogsSpecs,
     LogDirNotADirectoryError,
     LogsDest,
-    LogsSpecs,
     Std,
     get_std_cm,
     logs_dir,
@@ -67,24 +66,8 @@ class TestStd:
     @pytest.mark.parametrize(
         "text",
         [
-            "",
-            "4",
-            "11",
-            "-1",
-            "x",
-            "0:1,",
-            "0:1,1",
-            "1,0:1",
-            "0:4",
-            ":1",
-            "0:",
-            "0:1 ",
-            "0:1\n",
-            "3\n",
-            "٣",
-            "0:٣",
-            "12:1,0:1,12:2",
-            "9" * 5000 + ":1",
+            *["4", "11", "-1", "x", "0:1,", "0:1,1", "1,0:1", "0:4", ":1", "0:", "٣", "0:٣", "12:1,0:1,12:2"],
+            *("", "0:1 ", "0:1\n", "3\n", "9" * 5000 + ":1"),
         ],
     )
     def test_refuses_and_names_the_text(self, text: str) -> None:
@@ -216,12 +199,6 @@ class TestLayout:
         )
         assert [env["TORCHELASTIC_ERROR_FILE"] for env in envs.values()] == ["", ""]
 
-    def test_no_environments_is_worth_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        dest = DefaultLogsSpecs(str(tmp_path)).reify({})
-        assert dest.error_files == {}
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert support.run_dirs(tmp_path)[0].name.startswith("test_run_id_"), "they name no run either"
-
 
 class TestRunId:
     @pytest.mark.parametrize(
@@ -253,12 +230,6 @@ class TestRunId:
 
 
 class TestLogDir:
-    def test_is_created(self, tmp_path: Path) -> None:
-        specs = DefaultLogsSpecs(str(tmp_path / "a/b"))
-        assert specs.root_log_dir == str(tmp_path / "a/b")
-        assert (tmp_path / "a/b").is_dir()
-        assert files_under(tmp_path / "a/b") == set()
-
     @pytest.mark.parametrize("below", ["", "sub", "sub/dir"])
     def test_a_file_is_not_a_directory(self, tmp_path: Path, below: str) -> None:
         (tmp_path / "file").write_text("")
@@ -367,12 +338,6 @@ class TestTemporaryDirectory:
         specs.remove_if_unused(keep_errors=False)
         assert list(temp_dir.iterdir()) == []
 
-    def test_users_log_dir_is_left_alone(self, tmp_path: Path) -> None:
-        specs = DefaultLogsSpecs(str(tmp_path))
-        dest = specs.reify(envs_for(1))
-        specs.remove_if_unused()
-        assert Path(dest.error_files[0]).parent.is_dir()
-
 
 class TestIdentity:
     def test_equality(self, tmp_path: Path) -> None:
@@ -388,20 +353,6 @@ class TestIdentity:
             "something else",
         ):
             assert first != other
-
-    def test_repr_shows_what_counts(self, tmp_path: Path) -> None:
-        shown = repr(DefaultLogsSpecs(str(tmp_path), Std.OUT, {0: Std.ERR}, {3}))
-        for part in ("DefaultLogsSpecs(", str(tmp_path), "Std.OUT", "0: <Std.ERR: 2>", "{3}"):
-            assert part in shown
-
-    def test_base_class_is_abstract(self) -> None:
-        with pytest.raises(TypeError):
-            LogsSpecs()  # type: ignore[abstract]
-
-    def test_plug_in_can_fill_a_destination_step_by_step(self) -> None:
-        dest = LogsDest()
-        dest.stdouts[0] = "somewhere"
-        assert LogsDest().stdouts == {}
 
 
 def test_a_block_whose_output_goes_to_a_file_if_there_is_one(tmp_path: Path) -> None:

@@ -184,18 +184,6 @@ def test_the_count_is_found(name: str, tmp_path: Path) -> None:
     assert memory_killer_counter(root=plant(tmp_path, files)) == expected
 
 
-def test_a_directory_in_the_place_of_a_file_is_no_count(tmp_path: Path) -> None:
-    root = plant(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/\n",
-            "proc/self/mountinfo": V2_MOUNT.format(root="/"),
-            "sys/fs/cgroup/memory.events/file": "",
-        },
-    )
-    assert memory_killer_counter(root=root) is None
-
-
 def test_this_machine_answers_without_an_error() -> None:
     count = memory_killer_counter()
     assert count is None or count.kills >= 0

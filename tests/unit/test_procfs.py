@@ -139,3 +139,30 @@ def test_processes_of_other_users_do_not_stop_the_ladder(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "kill", refuse)
     procfs.kill(1)
+
+
+@pytest.mark.parametrize(
+    ("code", "stdin", "is_at_prompt"),
+    [
+        ("sys.stdin.readline()", "terminal", True),
+        ("select.select([0], [], [])", "terminal", True),  # As readline waits.
+        ("sys.stdin.readline()", "pipe", False),
+        ("select.select([0, 1], [], [])", "terminal", False),
+        ("time.sleep(600)", "terminal", False),
+    ],
+)
+def test_who_waits_for_a_person(code: str, stdin: str, is_at_prompt: bool) -> None:
+    near, far = os.openpty() if stdin == "terminal" else reversed(os.pipe())
+    code = f"import os, select, sys, time; os.write(2, b'here'); {code}"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=far, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert child.stderr is not None
+        assert child.stderr.read(4) == b"here"
+        support.wait_until(lambda: procfs.state(child.pid) == "S", "the child waits")
+        assert procfs.is_at_prompt(child.pid) == is_at_prompt
+    finally:
+        child.kill()
+        child.communicate()
+        os.close(near)
+        os.close(far)
+    assert not procfs.is_at_prompt(child.pid)

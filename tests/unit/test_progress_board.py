@@ -77,15 +77,6 @@ def test_a_step_that_is_no_number_still_counts(
     assert seen is None
 
 
-def test_the_largest_board_and_its_last_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = progress_board.Board(1000)
-    on(large, 999, monkeypatch)
-    holdfast.progress(step=1)
-    assert large.read(999)[1] == 1
-    assert large.read(998) == (None, None)
-    large.close()
-
-
 @pytest.mark.parametrize(
     "address",
     [
@@ -113,21 +104,6 @@ def test_a_stale_address_that_is_somebody_elses_file_by_now(tmp_path: Path, monk
     monkeypatch.setenv(progress_board.VARIABLE, f"{theirs}:64:{'0' * 16}")
     holdfast.progress(step=1)
     assert theirs.read_bytes() == b"precious " * 100
-
-
-def test_another_board_is_not_taken_for_ours(board: progress_board.Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, offset, _ = board.address(0).rsplit(":", 2)
-    monkeypatch.setenv(progress_board.VARIABLE, f"{path}:{offset}:{'0' * 16}")
-    holdfast.progress(step=1)
-    assert board.read(0) == (None, None)
-
-
-@pytest.mark.parametrize("offset", [-64, 0, 8, 1 << 20])
-def test_an_offset_beyond_the_board(offset: int, board: progress_board.Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _, token = board.address(0).rsplit(":", 2)
-    monkeypatch.setenv(progress_board.VARIABLE, f"{path}:{offset}:{token}")
-    holdfast.progress(step=1)
-    assert [board.read(index) for index in range(3)] == [(None, None)] * 3
 
 
 def test_the_board_goes_away_under_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import io
 import os
 import random
 import re
 import select
-import signal
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import threading
 import time
+import tty
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -247,15 +249,6 @@ class TestTail:
 
 
 class TestCopying:
-    def test_file_gets_the_bytes_and_console_the_lines(self, rig: Rig) -> None:
-        tail = Tail()
-        write_fd = rig.add("log", b"[w0]:", tail=tail)
-        write_all(write_fd, b"one\ntwo\n")
-        wait_until(lambda: rig.console() == b"[w0]:one\n[w0]:two\n", "the lines are on the console")
-        rig.copy((write_fd, b""))
-        assert rig.file("log") == b"one\ntwo\n"
-        assert tail.text() == "one\ntwo"
-
     def test_partial_line_is_held_but_reaches_the_file_at_once(self, rig: Rig) -> None:
         write_fd, other_fd = rig.add("log", b"[w0]:"), rig.add("other", b"[w1]:")
         write_all(write_fd, b"par")
@@ -312,23 +305,6 @@ class TestCopying:
         assert rig.pump.drain(0)
         assert rig.console() == b"[w0]:early\n"
 
-    def test_torn_at_every_byte(self, rig: Rig) -> None:
-        """Every way of cutting a text in two, with another stream's line in between, gives the same lines."""
-        text = b"one\r\n\r10%\r20%\n\xff\xfe\n\nlast"
-        for cut in range(len(text) + 1):
-            name = f"log{cut}"
-            torn_fd, other_fd = rig.add(name, b"[t]:"), rig.add("other", b"[o]:")
-            write_all(torn_fd, text[:cut])
-            wait_until(lambda name=name, cut=cut: len(rig.file(name)) == cut, "the first part has arrived")  # type: ignore[misc]
-            write_and_close(other_fd, b"x\n")
-            wait_until(lambda cut=cut: rig.console().count(b"[o]:x\n") == cut + 1, "the other line is out")  # type: ignore[misc]
-            rig.copy((torn_fd, text[cut:]))
-            assert rig.file(name) == text
-        # The other line is always a line of its own: one that a progress bar has begun is ended before.
-        assert rig.console().split(b"\n").count(b"[o]:x") == len(text) + 1
-        torn = rig.console().replace(b"\n", b"").replace(b"[o]:x", b"")
-        assert torn == b"[t]:one\r[t]:\r[t]:10%\r[t]:20%[t]:\xff\xfe[t]:[t]:last" * (len(text) + 1)
-
     def test_many_writers(self, rig: Rig) -> None:
         """Six processes that tear their lines at random: each line arrives once, whole, and in order."""
         code = (
@@ -350,15 +326,6 @@ class TestCopying:
             pattern = re.compile(rb"rank %d line (\d+) \.*" % rank)
             numbers = [int(match[1]) for match in map(pattern.fullmatch, mine) if match]
             assert numbers == list(range(20_000))
-
-    def test_killed_writer(self, rig: Rig) -> None:
-        code = "import os, time; os.write(1, b'whole\\nthe last wor'); time.sleep(600)"
-        writer = rig.spawn(rig.add("log", b"[w0]:"), code)
-        wait_until(lambda: rig.file("log").endswith(b"wor"), "the writer has written")
-        writer.send_signal(signal.SIGKILL)
-        assert rig.pump.drain(DEADLINE_S)
-        assert rig.file("log") == b"whole\nthe last wor"
-        assert rig.console() == b"[w0]:whole\n[w0]:the last wor\n"
 
     def test_line_of_ten_megabytes_is_not_torn(self, rig: Rig) -> None:
         """While it comes in, another stream writes lines all the time."""
@@ -408,44 +375,6 @@ class TestCopying:
         (said,) = rig.warnings
         assert said.startswith("c: a line is split on the console after ")
 
-    def test_filters(self, rig: Rig) -> None:
-        filtered_fd = rig.create("filtered")
-        writers = [
-            rig.add(f"log{rank}", b"[w%d]:" % rank, filters=(b"loss", b"Error"), filtered_fd=filtered_fd)
-            for rank in range(2)
-        ]
-        for write_fd in writers:
-            write_all(write_fd, b"start\nloss 0.1\n" + b"noise\n" * 1000 + b"ValueErr")
-        rig.copy(*((write_fd, b"or: %d" % rank) for rank, write_fd in enumerate(writers)))
-        os.close(filtered_fd)
-        for rank in range(2):
-            mine = [line for line in rig.file("filtered").splitlines() if line.startswith(b"[w%d]:" % rank)]
-            assert mine == [b"[w%d]:loss 0.1" % rank, b"[w%d]:ValueError: %d" % (rank, rank)]
-            assert rig.file(f"log{rank}").count(b"noise") == 1000
-        assert len(rig.file("filtered").splitlines()) == 4
-
-    def test_filters_without_prefix_or_console(self, rig: Rig) -> None:
-        filtered_fd = rig.create("filtered")
-        rig.copy((rig.add("log", None, None, filters=(b"a",), filtered_fd=filtered_fd), b"a\nb\nab"))
-        os.close(filtered_fd)
-        assert rig.file("filtered") == b"a\nab\n"
-
-    def test_two_hundred_streams(self, rig: Rig) -> None:
-        count = 200
-        writers = [rig.add(f"log{number}", b"[%d]:" % number) for number in range(count)]
-        for turn in range(20):
-            for number, write_fd in enumerate(writers):
-                write_all(write_fd, b"turn %d of %d, t" % (turn, number))
-            for write_fd in writers:
-                write_all(write_fd, b"orn\n")
-        rig.copy(*((write_fd, b"") for write_fd in writers))
-        expected = {b"[%d]:turn %d of %d, torn" % (n, turn, n) for n in range(count) for turn in range(20)}
-        lines = rig.console().splitlines()
-        assert len(lines) == len(expected)
-        assert set(lines) == expected
-        for number in range(count):
-            assert rig.file(f"log{number}") == b"".join(b"turn %d of %d, torn\n" % (t, number) for t in range(20))
-
 
 class TestTrouble:
     def test_full_disk_costs_that_file_and_one_warning(self, rig: Rig) -> None:
@@ -461,24 +390,6 @@ class TestTrouble:
         assert "rank 0 stdout" in warning
         assert "/dev/full" in warning
         assert os.strerror(errno.ENOSPC) in warning
-
-    def test_small_file_system_keeps_what_fits(self, rig: Rig, tmp_path: Path) -> None:
-        mount_point = tmp_path / "small"
-        mount_point.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mount_point)]
-        if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-            pytest.skip("mounting a small tmpfs is not allowed here")
-        try:
-            data = random.Random(2).randbytes(200_000)
-            rig.copy((rig.add("rank 1 stderr", None, file_fd=rig.create("small/log")), data))
-            kept = rig.file("small/log")
-            assert len(kept) > 30_000
-            assert data.startswith(kept)
-            assert rig.console() == data
-            (warning,) = rig.warnings
-            assert str(mount_point / "log") in warning
-        finally:
-            subprocess.run(["umount", str(mount_point)], check=True)
 
     def test_full_filtered_file_is_dropped_for_all_streams(self, rig: Rig) -> None:
         full_fd = os.open("/dev/full", os.O_WRONLY)
@@ -589,21 +500,6 @@ class TestTrouble:
         finally:
             rig.tear_down()
 
-    def test_read_end_closed_by_somebody_else(self, rig: Rig) -> None:
-        read_fd, write_fd = open_channel(None)
-        spare_fd = os.dup(read_fd)
-        rig.pump.add(Stream(read_fd, "rank 0 stdout", None, None, None))
-        # Not os.close: the number must stay taken, or another test's descriptor could get it.
-        directory_fd = os.open("/", os.O_RDONLY)
-        os.dup2(directory_fd, read_fd)
-        os.close(directory_fd)
-        rig.pump._wakeup.wake()
-        assert rig.pump.drain(DEADLINE_S)
-        assert len(rig.warnings) == 1
-        assert "rank 0 stdout" in rig.warnings[0]
-        os.close(spare_fd)
-        os.close(write_fd)
-
 
 class BlockedConsole:
     """A pipe that is full and that nobody reads, until `read_all`."""
@@ -647,12 +543,11 @@ class TestBlockedConsole:
 
     def test_close_returns_though_the_console_is_blocked(self, rig: Rig, is_blocking: bool) -> None:
         """The files are completed, and so is the console that is not blocked."""
-        others = pump_threads() - {rig.pump._thread}
         console = BlockedConsole(is_blocking)
         stdout_fd, stderr_fd = rig.add("stdout", b"[out]:", console.write_fd), rig.add("stderr", b"[err]:")
         write_all(stdout_fd, b"first\n")
-        wait_until(lambda: rig.pump._busy_with == console.write_fd, "the pump writes to the console")
-        stuck = rig.pump._thread
+        wait_until(lambda: rig.pump._is_at_console, "the pump writes to the console")
+        thread = rig.pump._thread
         write_all(stdout_fd, b"second\nthi")
         write_all(stderr_fd, b"the reason\nof it")
         os.close(stderr_fd)
@@ -662,12 +557,8 @@ class TestBlockedConsole:
         assert rig.console() == b"[err]:the reason\n[err]:of it\n"
         assert rig.warnings == []
         rig.pump.close()
-        # The thread that was left behind ends as soon as its write returns, and has done no harm.
-        assert stuck is not None
-        assert pump_threads() - others == {stuck}
-        console.read_until(b"")
-        stuck.join(DEADLINE_S)
-        assert not stuck.is_alive()
+        assert thread is not None
+        assert not thread.is_alive()
         with pytest.raises(BrokenPipeError):
             os.write(stdout_fd, b"nobody reads")
         os.close(stdout_fd)
@@ -680,7 +571,7 @@ def test_a_console_holds_workers_up_only_if_it_blocks_for_a_while(rig: Rig, monk
     monkeypatch.setattr(pump_module, "_BLOCKED_AFTER_S", 3600.0)
     write_fd = rig.add("log", b"", console.write_fd)
     write_all(write_fd, b"first\n")
-    wait_until(lambda: rig.pump._busy_with == console.write_fd, "the pump writes to the console")
+    wait_until(lambda: rig.pump._is_at_console, "the pump writes to the console")
     assert not rig.pump.is_blocked
     monkeypatch.setattr(pump_module, "_BLOCKED_AFTER_S", 0.01)
     wait_until(lambda: rig.pump.is_blocked, "the console counts as blocked")
@@ -691,77 +582,52 @@ def test_a_console_holds_workers_up_only_if_it_blocks_for_a_while(rig: Rig, monk
     console.close()
 
 
-class TestBlockedOutlets:
-    def test_close_returns_though_everything_is_blocked(self, tmp_path: Path) -> None:
-        """Both consoles and the warning callback hang; the files are still completed."""
-        release = threading.Event()
+def test_close_returns_though_both_consoles_are_blocked(rig: Rig) -> None:
+    """The files are completed."""
+    stdout, stderr = BlockedConsole(), BlockedConsole()
+    for name, console in (("out", stdout), ("err", stderr)):
+        write_and_close(rig.add(name, b"", console.write_fd), b"text\n")
+    rig.pump.close()
+    assert rig.file("out") == rig.file("err") == b"text\n"
+    assert rig.pump._thread is not None
+    assert not rig.pump._thread.is_alive()
+    stdout.close()
+    stderr.close()
 
-        def warn(text: str) -> None:
-            release.wait()
 
-        rig = Rig(tmp_path, warn)
-        rig.pump.start()
-        stdout, stderr = BlockedConsole(), BlockedConsole()
-        full_fd = os.open("/dev/full", os.O_WRONLY)
-        writers = [
-            rig.add("out", b"", stdout.write_fd),
-            rig.add("err", b"", stderr.write_fd),
-            rig.add("full", b"", file_fd=full_fd),
-        ]
-        for write_fd in writers:
-            write_and_close(write_fd, b"text\n")
-        rig.pump.close()
-        assert rig.file("out") == rig.file("err") == b"text\n"
-        release.set()
-        stdout.close()
-        stderr.close()
-        os.close(rig.console_fd)
+def test_a_blocked_console_can_be_abandoned(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump_module, "_BLOCKED_AFTER_S", 0.01)
+    console = BlockedConsole()
+    write_fd = rig.add("log", b"", console.write_fd)
+    write_all(write_fd, b"first\n")
+    wait_until(lambda: rig.pump.is_blocked, "the console counts as blocked")
+    rig.pump.abandon_blocked()
+    rig.copy((write_fd, b"second\n"))
+    assert rig.file("log") == b"first\nsecond\n"
+    console.close()
 
-    def test_replaced_thread_touches_nothing_when_it_wakes(self, rig: Rig) -> None:
-        """It wakes while its successor is at work, in a blocked write too."""
-        stdout, stderr = BlockedConsole(), BlockedConsole()
-        writers = [rig.add("out", b"", stdout.write_fd), rig.add("err", b"[0]:", stderr.write_fd)]
-        writers.append(rig.add("err", b"[1]:", stderr.write_fd))
-        write_and_close(writers[0], b"text\n")
-        wait_until(lambda: rig.pump._busy_with == stdout.write_fd, "the pump writes to stdout")
-        replaced = rig.pump._thread
-        for write_fd in writers[1:]:
-            write_and_close(write_fd, b"text\n")
-        # What `close` does, without its sense of time.
-        rig.pump._is_closing = True
-        assert rig.pump._replace_thread()
-        wait_until(lambda: rig.pump._busy_with == stderr.write_fd, "its successor writes to stderr")
-        successor = rig.pump._thread
-        assert replaced is not None
-        assert successor is not None
-        stdout.read_until(b"text\n")
-        replaced.join(DEADLINE_S)
-        assert not replaced.is_alive()
-        assert successor.is_alive()
-        assert stderr.read_until(b"[1]:text\n") == b"[0]:text\n[1]:text\n"
-        successor.join(DEADLINE_S)
-        assert rig.file("err") == b"text\n" * 2
-        rig.pump._is_closing = False
-        stdout.close()
-        stderr.close()
 
-    def test_slow_console_that_turned_non_blocking(self, rig: Rig) -> None:
-        read_fd, console_fd = os.pipe()
-        fcntl.fcntl(console_fd, fcntl.F_SETPIPE_SZ, 4096)
-        os.set_blocking(console_fd, False)
-        write_fd = rig.add("log", b"[w0]:", console_fd)
-        text = b"".join(b"line %d\n" % number for number in range(30_000))
-        writer = threading.Thread(target=write_and_close, args=(write_fd, text))
-        writer.start()
-        expected = text.replace(b"line", b"[w0]:line")
-        received = b""
-        while len(received) < len(expected):
-            received += os.read(read_fd, 1000)
-        writer.join()
-        assert received == expected
-        assert rig.pump.drain(DEADLINE_S)
-        os.close(read_fd)
-        os.close(console_fd)
+@pytest.mark.parametrize("kind", ["a socket", "a terminal", "an object"])
+def test_consoles_that_are_no_pipes(rig: Rig, kind: str) -> None:
+    """A socket cannot be opened once more without blocking."""
+    shown, text = b"", b"".join(b"line %d\n" % number for number in range(50_000))
+    if kind == "an object":
+        console = io.StringIO()
+        rig.copy((rig.add("log", b"", console), text))  # type: ignore[arg-type]  # as in a notebook
+        assert console.getvalue().encode() == text
+        return
+    near, far = os.openpty() if kind == "a terminal" else (each.detach() for each in socket.socketpair())
+    if kind == "a terminal":
+        tty.setraw(far)
+    writer = threading.Thread(target=write_and_close, args=(rig.add("log", b"", far), text))
+    writer.start()
+    while len(shown) < len(text):
+        shown += os.read(near, 1 << 16)
+    writer.join()
+    assert shown == text
+    assert rig.pump.drain(DEADLINE_S)
+    os.close(near)
+    os.close(far)
 
 
 class TestDrainAndClose:
@@ -777,21 +643,6 @@ class TestDrainAndClose:
         assert drained == [True]
         assert not rig.pump.drain(0.01)
         rig.copy((second_fd, b""))
-
-    def test_drain_waits_as_long_as_bytes_move(self, rig: Rig) -> None:
-        write_fd = rig.add("log")
-
-        def trickle() -> None:
-            for _ in range(15):
-                time.sleep(0.15)
-                write_all(write_fd, b".")
-            os.close(write_fd)
-
-        writer = threading.Thread(target=trickle)
-        writer.start()
-        assert rig.pump.drain(2.0)
-        writer.join()
-        assert rig.file("log") == b"." * 15
 
     def test_close_takes_what_is_there_from_a_stream_without_end(self, rig: Rig) -> None:
         """As when a process that outlived its worker still holds the stream."""
@@ -811,13 +662,6 @@ class TestDrainAndClose:
         thread = rig.pump._thread
         assert thread is not None
         assert not thread.is_alive()
-
-    def test_close_ends_a_writer_that_was_left_behind(self, rig: Rig) -> None:
-        writer = rig.spawn(rig.add("log"), "import os\nwhile True: os.write(1, b'again and again\\n')")
-        wait_until(lambda: rig.file("log") != b"", "the writer is at work")
-        rig.pump.close()
-        # Python ignores SIGPIPE, so it dies of the exception.
-        assert writer.wait(DEADLINE_S) == 1
 
     def test_close_leaves_no_descriptor_and_no_thread(self, tmp_path: Path) -> None:
         gc.collect()  # What tests before this one have left open and forgotten must not be closed in between.

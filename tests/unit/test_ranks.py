@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 
-import msgspec
 import pytest
 
 from holdfast.agent import exchange, ranks
-from holdfast.agent.model import Worker
+from holdfast.agent.model import Worker, WorkerSpec
 from holdfast.agent.ranks import Assignment, Member
+from holdfast.rendezvous.store import InProcessStore
 
 WORLD = [
     Member("ps", 4),
@@ -44,22 +45,6 @@ def test_the_example_with_two_roles() -> None:
     ]
 
 
-def test_a_world_of_one() -> None:
-    assert facts(ranks.assign_ranks([Member("r", 2)], 0)) == [(0, 0, 0, 2, 2), (1, 1, 1, 2, 2)]
-
-
-def test_assigned_workers_are_not_started() -> None:
-    assert [worker.id for worker in ranks.assign_ranks(WORLD, 0)] == [None] * 4
-
-
-def test_an_identical_world_has_role_ranks_equal_to_global_ranks() -> None:
-    assert facts(ranks.assign_ranks([Member("r", 2)] * 3, 2)) == [(0, 4, 4, 6, 6), (1, 5, 5, 6, 6)]
-
-
-def test_no_members_have_no_places() -> None:
-    assert ranks.assign_nodes([]) == []
-
-
 @pytest.mark.parametrize("group_rank", [-1, 5])
 def test_a_group_rank_outside_the_world_is_refused(group_rank: int) -> None:
     with pytest.raises(ValueError, match=f"group rank {group_rank} is not in a world of 5 members"):
@@ -76,87 +61,55 @@ def test_workers_that_do_not_fit_their_place_are_refused(size: int) -> None:
 
 # --- the exchange
 
+KNOWN = '{"role": "r", "rank": 1, "local_world_size": 1}'
+
+
+class Published(InProcessStore):
+    """A store in which the other nodes have published these texts already."""
+
+    def __init__(self, values: dict[str, str]) -> None:
+        super().__init__(timedelta(seconds=5))
+        for key, value in values.items():
+            self.set(key, value.encode())
+
+
+def exchanged(group_rank: int, **values: str) -> list[Worker]:
+    store = Published({f"torchelastic/{key}": value for key, value in values.items()})
+    return exchange.exchange_ranks(store, group_rank, 2, WorkerSpec("r", 1, None, entrypoint="true"))
+
 
 def test_keys_and_texts_are_those_that_users_know() -> None:
-    assert exchange.role_info_key(3) == "torchelastic/role_info/3"
-    assert exchange.assigned_ranks_key(3) == "torchelastic/assigned_ranks/3"
-    assert json.loads(exchange.encode_member(Member("ps", 4), 3)) == {
-        "role": "ps",
-        "rank": 3,
-        "local_world_size": 4,
-    }
-    assert json.loads(msgspec.json.encode(Assignment(10, 15, 4, 9))) == [10, 15, 4, 9]
-
-
-def test_the_exchange_gives_what_computing_alone_gives() -> None:
-    published = [exchange.encode_member(member, rank) for rank, member in enumerate(WORLD)]
-    world = [exchange.decode_member(data, rank) for rank, data in enumerate(published)]
-    answers = [msgspec.json.encode(assignment) for assignment in ranks.assign_nodes(world)]
-    for rank, member in enumerate(WORLD):
-        placed = exchange.decode_workers(answers[rank], rank, member.local_world_size)
-        assert facts(placed) == facts(ranks.assign_ranks(WORLD, rank))
-
-
-def test_text_is_as_good_as_bytes_and_unknown_fields_are_let_through() -> None:
-    text = '{"role": "r\\u00fc", "rank": 0, "local_world_size": 2, "colour": "red"}'
-    assert exchange.decode_member(text, 0) == Member("rü", 2)
-    assert facts(exchange.decode_workers("[0, 2, 0, 2]", 0, 1)) == [(0, 0, 0, 2, 2)]
-
-
-NOT_JSON = [b"", b"\xff\xfe\xfd", b"nonsense", b"[" * 100_000, b"{", b"9" * 5000]
-
-
-@pytest.mark.parametrize("data", NOT_JSON)
-def test_what_is_not_json_is_refused_with_the_key(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"torchelastic/role_info/7: .*, found") as caught:
-        exchange.decode_member(data, 7)
-    assert len(str(caught.value)) < 200
-    with pytest.raises(ValueError, match=r"torchelastic/assigned_ranks/7: .*, found"):
-        exchange.decode_workers(data, 7, 1)
+    store = Published({"torchelastic/role_info/1": KNOWN})
+    exchange.exchange_ranks(store, 0, 2, WorkerSpec("ps", 4, None, entrypoint="true"))
+    assert json.loads(store.get("torchelastic/role_info/0")) == {"role": "ps", "rank": 0, "local_world_size": 4}
+    assert json.loads(store.get("torchelastic/assigned_ranks/1")) == [4, 5, 0, 1]
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("published", "text"),
     [
-        ([1, 2], "Expected `object`, got `array`, found b'[1, 2]'"),
-        (None, "Expected `object`, got `null`, found b'null'"),
-        ({}, "missing required field `role`, found b'{}'"),
-        ({"role": 3, "rank": 7, "local_world_size": 1}, "Expected `str`, got `int` - at `$.role`, found"),
-        ({"role": "r", "local_world_size": 1}, "missing required field `rank`"),
-        ({"role": "r", "rank": 6, "local_world_size": 1}, "rank must be 7, found 6"),
-        ({"role": "r", "rank": "7", "local_world_size": 1}, "Expected `int`, got `str` - at `$.rank`"),
-        ({"role": "r", "rank": 7}, "missing required field `local_world_size`"),
-        ({"role": "r", "rank": 7, "local_world_size": 0}, "Expected `int` >= 1 - at `$.local_world_size`"),
-        ({"role": "r", "rank": 7, "local_world_size": 1.5}, "Expected `int`, got `float` - at `$.local_world_size`"),
-        ({"role": "r", "rank": 7, "local_world_size": True}, "Expected `int`, got `bool` - at `$.local_world_size`"),
+        ("7" * 10, "Expected `object`, got `int`, found b'7777777777'"),
+        (KNOWN.replace('"r"', "3"), "Expected `str`, got `int` - at `$.role`, found"),
+        (KNOWN.replace(": 1,", ": 6,"), "rank must be 1, found 6"),
+        (KNOWN.replace(": 1}", ": 0}"), "Expected `int` >= 1 - at `$.local_world_size`"),
     ],
 )
-def test_a_wrong_member_is_refused_with_the_field_and_the_value(value: object, text: str) -> None:
+def test_a_wrong_member_is_refused_with_the_field_and_the_value(published: str, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        exchange.decode_member(json.dumps(value).encode(), 7)
-    assert str(caught.value).startswith("torchelastic/role_info/7: ")
-    assert text in str(caught.value)
+        exchanged(0, **{"role_info/1": published})
+    assert str(caught.value).startswith(f"torchelastic/role_info/1: {text}")
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("published", "text"),
     [
-        ({}, "Expected `array`, got `object`"),
-        ([], "Expected `array` of length 4"),
-        ([0, 1, 0], "Expected `array` of length 4, found b'[0, 1, 0]'"),
-        ([0, 1, 0, 1, 0], "Expected `array` of length 4"),
-        ([0, 1, 0, "1"], "Expected `int`, got `str` - at `$[3]`"),
-        ([0, 1, 0, True], "Expected `int`, got `bool` - at `$[3]`"),
-        ([-1, 2, 0, 2], "base_global_rank=-1"),
-        ([2, 2, 0, 2], "base_global_rank=2"),
-        ([0, 2, -1, 2], "base_role_rank=-1"),
-        ([0, 2, 2, 2], "base_role_rank=2"),
-        ([0, 2, 0, 3], "role_world_size=3"),
-        ([0, 0, 0, 0], "world_size=0"),
+        ("[0, 1, 0]", "Expected `array` of length 4, found b'[0, 1, 0]'"),
+        ('[0, 1, 0, "1"]', "Expected `int`, got `str` - at `$[3]`"),
+        ("[-1, 2, 0, 2]", "1 workers do not fit into Assignment(base_global_rank=-1"),
+        ("[0, 0, 0, 0]", "1 workers do not fit into Assignment(base_global_rank=0, world_size=0"),
     ],
 )
-def test_a_wrong_assignment_is_refused_with_the_value(value: object, text: str) -> None:
+def test_a_wrong_assignment_is_refused_with_the_value(published: str, text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        exchange.decode_workers(json.dumps(value).encode(), 7, 1)
-    assert str(caught.value).startswith("torchelastic/assigned_ranks/7: ")
-    assert text in str(caught.value)
+        exchanged(1, **{"assigned_ranks/1": published})
+    assert str(caught.value).startswith(f"torchelastic/assigned_ranks/1: {text}")

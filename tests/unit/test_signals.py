@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import threading
 import time
@@ -82,11 +81,6 @@ def test_the_environment_says_which_signals(monkeypatch: pytest.MonkeyPatch) -> 
     assert signals.wanted_signals() == parse_signals(signals.DEFAULT_SIGNALS)
 
 
-def test_the_exception_survives_pickling() -> None:
-    copy = pickle.loads(pickle.dumps(SignalException("got it", S.SIGTERM)))
-    assert (str(copy), copy.sigval, type(copy)) == ("got it", S.SIGTERM, SignalException)
-
-
 def test_a_signal_is_noted_and_surfaces_later() -> None:
     with signals.deferred() as box:
         signal.raise_signal(S.SIGTERM)
@@ -97,14 +91,6 @@ def test_a_signal_is_noted_and_surfaces_later() -> None:
     assert caught.value.sigval is S.SIGTERM
     assert "SIGTERM" in str(caught.value)
     assert str(os.getpid()) in str(caught.value)
-
-
-def test_signals_surface_in_their_order() -> None:
-    with signals.deferred() as box:
-        sent = [S.SIGHUP, S.SIGTERM, S.SIGINT]
-        for number in sent:
-            signal.raise_signal(number)
-        assert [box.take() for _ in range(4)] == [*sent, None]
 
 
 def test_handlers_are_restored() -> None:
@@ -138,13 +124,6 @@ def test_a_hangup_that_was_ignored_stays_ignored() -> None:
         assert not box.has_pending
         assert signal.getsignal(S.SIGHUP) == signal.SIG_IGN
     assert signal.getsignal(S.SIGHUP) == signal.SIG_IGN
-
-
-def test_other_ignored_signals_are_taken_over() -> None:
-    signal.signal(S.SIGTERM, signal.SIG_IGN)
-    with signals.deferred() as box:
-        signal.raise_signal(S.SIGTERM)
-        assert box.take() is S.SIGTERM
 
 
 def test_what_a_forked_worker_gets_back() -> None:
@@ -203,13 +182,6 @@ def test_only_a_second_interrupt_means_haste(sent: list[signal.Signals], in_hast
         assert box.take() is sent[0]
 
 
-def test_more_signals_than_the_pipe_holds() -> None:
-    with signals.deferred() as box:
-        for _ in range(70_000):
-            signal.raise_signal(S.SIGTERM)
-        assert box.take() is S.SIGTERM
-
-
 def test_only_the_main_thread_takes_signals() -> None:
     before = signal.getsignal(S.SIGTERM)
 
@@ -222,29 +194,6 @@ def test_only_the_main_thread_takes_signals() -> None:
         signal.raise_signal(S.SIGTERM)
         in_thread(box.raise_pending)
         assert box.take() is S.SIGTERM, "it surfaces nowhere but in the main thread"
-
-
-def test_waiting_ends_when_a_descriptor_is_readable() -> None:
-    read_fd, write_fd = os.pipe()
-    os.write(write_fd, b"x")
-    loop.wait_readable([read_fd], None)
-    loop.wait_readable([read_fd], 1e9)  # More milliseconds than the system's call takes.
-    os.close(read_fd)
-    os.close(write_fd)
-
-
-def test_waiting_ends_when_the_time_is_up() -> None:
-    loop.wait_readable([], 0.001)
-    loop.wait_readable([], -1.0)
-
-
-def test_waiting_ends_with_a_signal_from_elsewhere() -> None:
-    with cut_short(), signals.deferred() as box:
-        timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), S.SIGTERM))
-        timer.start()
-        loop.wait_readable([], 60)
-        timer.join()
-        assert box.take() is S.SIGTERM
 
 
 def test_waiting_ends_with_a_signal_that_another_thread_was_given() -> None:
@@ -278,14 +227,6 @@ def test_a_wake_up_of_the_programs_own_event_loop_is_passed_on() -> None:
     assert signal.set_wakeup_fd(-1) == write_fd
     os.close(read_fd)
     os.close(write_fd)
-
-
-def test_a_signal_noted_before_ends_the_wait_at_once() -> None:
-    with cut_short(), signals.deferred() as box:
-        signal.raise_signal(S.SIGTERM)
-        loop.wait_readable([], 60)
-        loop.wait_readable([], 60)
-        assert box.take() is S.SIGTERM
 
 
 def test_whoever_is_stopping_waits_for_new_signals_only() -> None:
@@ -324,11 +265,6 @@ def test_a_forked_child_starts_with_an_empty_inbox() -> None:
             os._exit(0 if is_fresh else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert box.take() is S.SIGTERM
-
-
-@pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (9, "SIGKILL"), (99, "signal 99")])
-def test_names_for_people(number: int, name: str) -> None:
-    assert signals.signal_name(number) == name
 
 
 def test_a_new_size_of_the_terminal_ends_nothing_and_is_passed_on() -> None:

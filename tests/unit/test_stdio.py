@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import pty
@@ -187,3 +188,26 @@ def test_a_stream_that_is_not_there(stream: str | None) -> None:
     with open(os.devnull, "w") as closed:
         pass
     stdio.write(closed if stream else None, "nothing happens\n")
+
+
+class NotebookStream(io.TextIOBase):
+    """As in a notebook: what is written goes to the cell, but the descriptor is that of the terminal."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self.cell = ""
+        self._terminal = terminal
+
+    def write(self, text: str) -> int:
+        self.cell += text
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._terminal.fileno()
+
+
+def test_in_a_notebook_the_text_reaches_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "terminal").open("w") as terminal:
+        stream = NotebookStream(terminal)
+        monkeypatch.setattr(sys, "stderr", stream)
+        SPEAKERS["a line of the command"]()
+    assert (stream.cell, (tmp_path / "terminal").read_text()) == ("words\n", "")

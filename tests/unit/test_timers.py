@@ -29,7 +29,7 @@ from holdfast.timer import (
     expires,
     server,
 )
-from holdfast.timer.client import decode, encode, request_in, split_lines
+from holdfast.timer.client import decode, encode
 from tests.support import DEADLINE_S
 
 NEVER = 1e12  # As a time: long after now.
@@ -340,13 +340,3 @@ def test_what_is_not_a_request_is_refused_with_a_reason(line: bytes, what: str |
 )
 def test_times_of_any_size_can_be_compared(written: str, read: float) -> None:
     assert decode(json.dumps(GOOD).replace("3.5", written).encode()).expiration_time == read
-
-
-def test_a_line_without_end_is_kept_only_in_part() -> None:
-    rest = b""
-    for _ in range(100):
-        lines, rest = split_lines(rest + b"x" * 60_000)
-        assert lines == []
-    (line,), rest = split_lines(rest + encode(FileTimerRequest(1, "a", 2.0)))
-    assert len(line) < 2 * select.PIPE_BUF
-    assert decode(request_in(line)) == FileTimerRequest(1, "a", 2.0)

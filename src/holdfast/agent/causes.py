@@ -35,7 +35,7 @@ def failure_of(result: RunResult, round: int, *, with_evidence: bool = False) ->
 
 
 def add_agreed_cause(result: RunResult, outcome: Outcome, group_world_size: int) -> None:
-    """What the run as a whole ended of, which need not be what happened here."""
+    """Add the cause that all nodes have agreed on, which may be a failure of another node."""
     agreed = outcome.cause
     if agreed is None:
         if result.report is not None:
@@ -46,7 +46,7 @@ def add_agreed_cause(result: RunResult, outcome: Outcome, group_world_size: int)
             raise error
         return
     if group_world_size == 1 and agreed.rank in result.failures:
-        return  # All is known of the workers of this node, and there are no others.
+        return  # This node has all workers, and so all failures.
     result.root = agreed.rank
     for failure in (agreed, *outcome.others):
         if failure.rank not in result.failures:
@@ -64,8 +64,8 @@ def report_of(
     round: int,
     place: Place | None,
 ) -> RunReport | None:
-    """What is printed at the end of a run that failed; None if neither workers nor nodes were its cause. Of a run of
-    several nodes only what all of them know is in it. `round` and `place` are the last of this node."""
+    """The report at the end of a run that failed; None if neither workers nor nodes were its cause. That of a run of
+    several nodes has only facts that all nodes know. `round` and `place` are the last of this node."""
     spec, earlier = group.spec, outcome.earlier if outcome is not None else ()
     sizes = [size for _, size in place.shape_of_each()] if place is not None else []
     if not sizes and group.group_world_size == 1:

@@ -71,7 +71,7 @@ class HookWorkers(Workers):
 
 
 def _call(hook: Callable[..., Any], *args: Any, **offered: Any) -> Any:
-    """Call with `args`, and with those of the named arguments that the hook knows."""
+    """Call with `args`, and with the named arguments that the hook accepts."""
     known = inspect.signature(hook).parameters
     if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
         offered = {name: value for name, value in offered.items() if name in known}

@@ -1,4 +1,4 @@
-"""What happened on this node, one JSON line for each event, in the file that `--events-file` names.
+"""The events file of this node (`--events-file`): one JSON line for each event.
 
 docs/events.md lists the events and their fields. A thread writes the file (`EventsFile`).
 """

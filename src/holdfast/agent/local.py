@@ -87,7 +87,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _get_watchdog_progress_time(self) -> float:
         """For subclasses whose `_get_alive_time` is to mean this: when the watchdog last completed a turn; now, if
-        there is none. By default a watchdog that hangs must not make a scheduler end a healthy job."""
+        there is no watchdog. The default is another: a watchdog that hangs must not end a healthy job."""
         server = self._processes.timer_server
         return time.time() if server is None else server.get_last_progress_time()
 

@@ -65,8 +65,8 @@ T = TypeVar("T")
 
 
 class LocalWorkers(Workers):
-    """What to start: `spec`. Where each worker belongs: `group`. `record` is told of events, as `Records.record` is. A
-    worker that stays in uninterruptible sleep for `stuck_timeout_s` makes the group unhealthy; 0 is for ever."""
+    """`spec` says what to start, `group` has the places of the workers. `record` is `Records.record`. A worker
+    that stays in uninterruptible sleep for `stuck_timeout_s` makes the group unhealthy; 0 means no limit."""
 
     def __init__(
         self, spec: GroupSpec, group: WorkerGroup, grace_s: float, stuck_timeout_s: float, record: Callable[..., None]
@@ -104,7 +104,7 @@ class LocalWorkers(Workers):
             self._device_wait.begin()
 
     def poll_start(self) -> Mapping[int, Any] | RunResult | None:
-        """A worker that fails counts, although others have not been started, if those take long."""
+        """If the last workers take long to start, a worker that has failed meanwhile fails the group."""
         try:
             if self._poll_start():
                 return self._started_ids()
@@ -143,8 +143,8 @@ class LocalWorkers(Workers):
         return self._started_ids()
 
     def refused(self, error: OSError | RuntimeError) -> RunResult:
-        """If that is the program's fault, a run of one node ends with the error itself, and the other nodes of a larger
-        one must hear of it. Else the round has failed."""
+        """The workers cannot be started. If a restart cannot cure that, a run of one node ends with the error itself.
+        In a larger run, or if the error may pass, the round has failed, and the other nodes hear of it."""
         if not is_curable(error) and (self._group.group_world_size or 1) == 1:
             raise error
         why = f"{error.strerror}: {error.filename!r}" if isinstance(error, OSError) and error.filename else str(error)
@@ -181,7 +181,7 @@ class LocalWorkers(Workers):
         seen = {"watch": self._hangs.output if self._hangs is not None else None, "copied": self.copied}
         self.context = new_group(self._spec, args, envs, prefixes, link=link, lease=lease, **seen)
         self.context.begin_start()
-        log.prepare()  # While they start: the line about it should come before what they write.
+        log.prepare()  # While they start: the line about the start should come before their first output.
 
     def _start_timer_server(self) -> str | None:
         """A file timer server, if the environment asks for one; returns the path that workers are told. A path that
@@ -231,7 +231,7 @@ class LocalWorkers(Workers):
         return self._link
 
     def _warm_up(self, link: SpawnerLink) -> None:
-        """Have the modules that workers need imported, or see that those that were imported have not changed."""
+        """Have the workers' modules imported, or imported again if one of them has changed."""
         if (template := self._template()) is not None:
             link.preload(template, command.bytecode())
 
@@ -239,7 +239,7 @@ class LocalWorkers(Workers):
         return command.template_for(self._spec, macros.substitute(self._group.spec.args, 0))
 
     def _lease(self) -> Lease | None:
-        """For a run that may give this node up: the spawner kills the workers when it does."""
+        """The lease after which the spawner kills the workers, for a run that may give this node's place away."""
         if self._held_lease is None and self._run is not None and self._run.has_leases:
             self._held_lease = Lease()
             self._run.set_lease_sink(self._held_lease.set)
@@ -402,7 +402,7 @@ class LocalWorkers(Workers):
             self.context.close(signal.SIGTERM, self._grace_s)
 
     def _prepare_stop(self) -> None:
-        """Once for each life: note what cannot be seen any more after it."""
+        """Once for each life: note facts that are gone after the stop."""
         if self._stop_began >= self._start_began:
             return
         self._stop_began, self._is_running, context = time.monotonic(), False, self.context
@@ -445,6 +445,11 @@ class LocalWorkers(Workers):
             for failure in settled.failures.values():
                 failure.evidence = changed(failure.evidence, **known)
         return settled
+
+    def send(self, number: signal.Signals) -> None:
+        for leader in self.context.running().values() if self.context is not None else ():
+            for pid in (leader, *procfs.descendants_of(leader)):
+                procfs.kill(pid, number)
 
     def unkillable(self) -> tuple[int, ...]:
         return tuple(pid for pid, _ in self.context.survivors) if self.context is not None else ()

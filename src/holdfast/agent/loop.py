@@ -63,10 +63,11 @@ class AgentLoop:
         self._failed_round = self._hang_told_in = 0
 
     def run(self) -> RunResult:
-        """However it ends, nothing is left of the workers."""
+        """Run to the end of the run. No worker is left after it, whatever happens."""
         end, is_shut_down = RunEnd("error"), False
         try:
-            result = self._final_result(self._drive())
+            with signals.inbox().stopped_together(self._stop_together):
+                result = self._final_result(self._drive())
             unsaid = "this node has failed" if result.is_failed() else "timed out waiting for the other nodes to finish"
             reason = self._outcome.reason if self._outcome is not None else unsaid
             end = RunEnd("failed" if result.is_failed() else "succeeded", reason, result)
@@ -105,6 +106,14 @@ class AgentLoop:
                 pending.extend(self._next_events())
         return self._machine.end
 
+    def _stop_together(self, number: signal.Signals) -> None:
+        """SIGSTOP: Ctrl-Z is about to stop this process, and the workers must not go on without it. SIGCONT: both go
+        on. The lease of a node goes on meanwhile, and the spawner kills the workers when it ends."""
+        if number == signal.SIGSTOP:
+            lost = "; the other nodes go on without this one when its lease ends" if self._run.has_leases else ""
+            logger.warning("this process and its workers are stopped until it is continued (fg)%s", lost)
+        self._workers.send(number)
+
     def _leave(self, number: signal.Signals) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
         logger.warning("got %s%s", number.name, sinks.stop_words(self._machine.phase, number, self._grace_s))
@@ -122,7 +131,7 @@ class AgentLoop:
     # Events.
 
     def _next_events(self) -> Sequence[lifecycle.Event | AgentPush]:
-        """Wait until something happens; then say what."""
+        """Wait until something happens, and return it as events."""
         workers, run = (self._workers if self._is_watching() else None), self._run
         signals.inbox().raise_pending()
         ends_at = self._machine.next_deadline()
@@ -143,7 +152,7 @@ class AgentLoop:
 
     def _is_watching(self) -> bool:
         """Whether workers are there whose ends count. Those that die because the lease has run out have not failed; the
-        push that says so is on its way."""
+        `PlaceLost` push follows."""
         phase = self._machine.phase
         return phase is AgentPhase.STOPPING if self._run.has_lapsed else phase in lifecycle.WITH_WORKERS
 
@@ -191,7 +200,7 @@ class AgentLoop:
     # Commands.
 
     def _take(self, event: lifecycle.Event | AgentPush) -> Sequence[lifecycle.Event]:
-        """What comes of it at once."""
+        """Give the event to the machine and carry out its commands. Returns the events that follow at once."""
         match event:
             case CloseRequested(reason):
                 self._run.close_run(reason)
@@ -210,7 +219,7 @@ class AgentLoop:
         return [result for command in step.commands for result in self._execute(command)]
 
     def _prepared(self, event: lifecycle.Event) -> lifecycle.Event:
-        """What must be known before the machine decides."""
+        """Do what the machine's decision depends on. Returns the event to decide about."""
         match event:
             case Sealed():
                 self._enter(event)
@@ -290,7 +299,7 @@ class AgentLoop:
             # The final report, which has the cause, follows an outcome at once.
             logger.warning("%s", run.verdict if run.outcome else f"{failure.text}; {run.verdict}")
         if is_hang and run.has_leases and self._hang_told_in != round and (self._group.group_world_size or 1) > 1:
-            # Once these workers are gone, those of the other nodes get an error and hang no more.
+            # Once these workers are gone, the workers of the other nodes get an error and hang no more.
             wait_readable([], _OTHERS_LOOK_S)
 
     # The end.

@@ -1,6 +1,6 @@
-"""Who is told what happens on a node: `Sink`s take each `Step` of the agent's machine, and hold nothing of the agent.
+"""Logs, events and metrics of a node: a `Sink` gets each `Step` of the agent's machine and holds nothing of the agent.
 
-`Records` are the events and metrics under the names that dashboards know, `LogLines` what the agent says in its log.
+`Records` writes the events and metrics under the names that dashboards know, `LogLines` writes the agent's log.
 `journal` has the events file, `publisher` the status with the history and the spans that follow it.
 """
 
@@ -24,6 +24,7 @@ from holdfast.rendezvous.api import RendezvousGracefulExitError, is_kind
 from holdfast.rendezvous.membership.model import End, Ended, PlaceLost, Sealed, Stop
 from holdfast.signals import RunClosed, SignalException
 from holdfast.telemetry.metrics import put_call, put_metric
+from holdfast.text import plural
 
 if TYPE_CHECKING:
     from holdfast.agent.workers import Workers
@@ -77,7 +78,7 @@ class Sink:
         """This node goes away, which is no step of its machine."""
 
     def end(self, end: RunEnd) -> None:
-        """The run is over for this node."""
+        """The run has ended for this node."""
 
 
 _RENDEZVOUS, _START, _RESTART = "_rendezvous", "_initialize_workers", "_restart_workers"
@@ -230,7 +231,7 @@ def _put_run_metrics(spec: WorkerSpec, result: RunResult, restarts_used: int) ->
 
 
 class LogLines(Sink):
-    """What the agent says of a step in its log."""
+    """The lines of the agent's log."""
 
     def __init__(self, group: WorkerGroup, workers: Workers, run: Coordination, peers_timeout_s: float) -> None:
         self._group, self._workers, self._run = group, workers, run
@@ -267,14 +268,14 @@ class LogLines(Sink):
 def start_line(group: WorkerGroup, logs_dir: str = "") -> str:
     count, nodes = len(group.workers), group.group_world_size or 1
     ids = ", ".join(str(worker.id) for worker in group.workers[:8]) + (", ..." if count > 8 else "")
-    who, pids = (f"{count} workers", f"pids {ids}") if count > 1 else ("1 worker", f"pid {ids}")
+    who, pids = plural(count, "worker"), f"{'pid' if count == 1 else 'pids'} {ids}"
     place = f", node {group.group_rank} of {nodes}" if nodes > 1 else ""
     return f"started {who} of {entry_name(group.spec)} ({pids}){place}{f', logs in {logs_dir}' if logs_dir else ''}"
 
 
 def finish_line(group: WorkerGroup, restarts: int) -> str:
     who = f"all {len(group.workers)} workers" if len(group.workers) > 1 else "the worker"
-    after = {0: "", 1: " after 1 restart"}.get(restarts, f" after {restarts} restarts")
+    after = f" after {plural(restarts, 'restart')}" if restarts else ""
     return f"{who} finished{after}"
 
 

@@ -57,11 +57,14 @@ class Workers:
         """Stop the workers, `at_once` without grace. A second call may cut the grace short."""
 
     def poll_stop(self, result: RunResult) -> RunResult | None:
-        """Once they are stopped: their last `result`, with what is known only now."""
+        """None until the workers are stopped. Then their last `result`, completed with the evidence that came late."""
         return result
 
     def shutdown(self, grace_s: float, number: signal.Signals | None = None) -> None:
         """Stop workers that are left, with that signal, and release everything. Blocks."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the workers and to all processes that they have started."""
 
     def unkillable(self) -> tuple[int, ...]:
         """After a stop: the pids that even SIGKILL did not end."""
@@ -76,7 +79,7 @@ class Workers:
         return None
 
     def fileno(self) -> int | None:
-        """Readable when it is worth to look or to poll again."""
+        """Readable when `look` or a poll may have news."""
         return None
 
     def unsent_fds(self) -> list[int]:
@@ -84,5 +87,5 @@ class Workers:
         return []
 
     def deadline(self) -> float | None:
-        """When to look or to poll although nothing is readable."""
+        """When to look or to poll, at the latest."""
         return None

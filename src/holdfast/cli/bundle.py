@@ -24,11 +24,11 @@ from holdfast.cli.archive import Pieces
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.runs import dict_of, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HostError, UserError
-from holdfast.failures.report import size_text
 from holdfast.frozen import fields_of
 from holdfast.process.output import log_files
 from holdfast.process.output.logs import open_left_file
 from holdfast.telemetry.redaction import Redactor, secrets_in
+from holdfast.text import size_text
 
 PROGRAM = "holdfast bundle"
 

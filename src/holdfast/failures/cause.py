@@ -19,6 +19,7 @@ from signal import Signals
 from typing import TypeVar
 
 from holdfast.failures.records import HANG, REFUSAL, Evidence, Failure
+from holdfast.text import last_line
 
 K = TypeVar("K")
 
@@ -136,12 +137,3 @@ def exception_name(text: str) -> str:
     text = re.sub(r"^\s*\[rank\d+\]:\s*", "", text)
     name = text.partition(":")[0].strip().rpartition(".")[2]
     return name if name.isidentifier() else ""
-
-
-def lines_of(text: str) -> list[str]:
-    """The lines as a terminal shows them: of a progress bar redrawn in place, only the last state."""
-    return [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]
-
-
-def last_line(text: str) -> str:
-    return next((line for line in reversed(lines_of(text)) if line.strip()), "")

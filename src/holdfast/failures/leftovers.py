@@ -1,8 +1,8 @@
 """Files that dead workers may have left for a debugger: core files, and dumps of torch's Flight Recorder.
 
-The kernel writes a core file where /proc/sys/kernel/core_pattern says, unless that is a pipe to a program. The pattern
-is for names; what this module does not know of a process (its name, the time) may be anything. torch writes what its
-collectives did last to a file for each rank, whose beginning an environment variable may give.
+The kernel writes a core file where /proc/sys/kernel/core_pattern says, unless that is a pipe to a program. In the
+pattern, a value that this module does not know (the name of the process, the time) matches anything. torch writes what
+its collectives did last to a file for each rank. An environment variable may give the beginning of its path.
 
 A file counts if it was written since the workers were started.
 """

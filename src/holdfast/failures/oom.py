@@ -21,8 +21,8 @@ from __future__ import annotations
 import os
 import re
 
-from holdfast.failures.report import size_text
 from holdfast.frozen import frozen
+from holdfast.text import plural, size_text
 
 # v1 writes "no limit" as the largest multiple of the page size; no real limit is a quarter of that.
 _UNLIMITED_BYTES = 1 << 61
@@ -79,8 +79,7 @@ def evidence(before: MemoryKills | None, after: MemoryKills | None) -> str:
     """A sentence about the kills between two counts; empty if there were none or they are of different groups."""
     if before is None or after is None or before.cgroup != after.cgroup or after.kills <= before.kills:
         return ""
-    kills = after.kills - before.kills
-    victims = "1 process" if kills == 1 else f"{kills} processes"
+    victims = plural(after.kills - before.kills, "process", "processes")
     name = after.cgroup.encode("utf-8", "replace").decode()
     sizes = {"limit": after.limit_bytes, "peak": after.peak_bytes}
     known = ", ".join(f"{key} {size_text(size)}" for key, size in sizes.items() if size is not None)

@@ -16,10 +16,11 @@ from typing import Any
 
 from holdfast import escape
 from holdfast.failures import cause
-from holdfast.failures.cause import SEARCHED_CHARS, last_line, lines_of
+from holdfast.failures.cause import SEARCHED_CHARS
 from holdfast.failures.records import LOST_NODE, Evidence, Failure, Folded
 from holdfast.frozen import changed, fields_of, frozen
 from holdfast.telemetry import stragglers
+from holdfast.text import last_line, lines_of, plural
 
 VERSION = 1  # Of `report.json`.
 DO_NOT_REQUEUE = 93  # The exit code of a run that would not get further if it were started again.
@@ -162,15 +163,15 @@ def ranks_text(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    plural = "" if len(runs) == 1 and len(runs[0]) == 1 else "s"
-    return f"rank{plural} {', '.join(words)}"
+    noun = "rank" if len(runs) == 1 and len(runs[0]) == 1 else "ranks"
+    return f"{noun} {', '.join(words)}"
 
 
 # The block of a failure.
 
 
 def facts_in_words(failure: Failure, time: str) -> dict[str, str]:
-    """The fields that torchrun's report has, too. What is not known is empty."""
+    """The fields that torchrun's report has, too. An unknown value is empty."""
     evidence = failure.evidence
     local = f" (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else ""
     # A hung worker did not end by itself, so 0 is not its exit code.
@@ -208,7 +209,7 @@ def block_lines(fields: Mapping[str, str], evidence: Evidence) -> list[str]:
 
 
 def stack_lines(evidence: Evidence) -> list[str]:
-    """What faulthandler or a stack dump left, not too long. The most recent call is first."""
+    """The stack from faulthandler or a dump, cut to a bounded length. The most recent call is first."""
     lines = lines_of(evidence.stack.strip("\n"))
     if (hidden := len(lines) - _STACK_LIMIT_LINES) > 0:
         lines[_STACK_LIMIT_LINES:] = [f"... ({hidden} more lines)"]
@@ -234,7 +235,7 @@ def tail_lines(evidence: Evidence, traceback: str | None) -> list[str]:
 
 
 def _without_colours(text: str) -> str:
-    """Without those that a worker on a terminal uses. All other escape sequences are made visible."""
+    """Without the colours of a worker on a terminal. All other escape sequences are made visible."""
     return re.sub(r"\x1b\[[0-9;:]*m", "", text)
 
 
@@ -284,7 +285,7 @@ class EarlierRound:
 class RunReport:
     """`first` is the cause, `node` the rank of its node, None if that is not known, and `time` its time in words.
     `cascade` are the failures after the first, in their order. `stopped` are the ranks that did not fail by how they
-    ended; in a run of several nodes, where that is not known of all, there is one entry without a word. `not_again` is
+    ended; a run of several nodes does not know that of all ranks, and has one entry with an empty text. `not_again` is
     why the run was not tried again."""
 
     name: str
@@ -305,8 +306,8 @@ class RunReport:
 
 def run_text(report: RunReport) -> str:
     border, rule = "=" * _WIDTH, "-" * _WIDTH
-    nodes = "1 node" if report.nodes == 1 else f"{report.nodes} nodes"
-    lines = ["", border, f"{escape.one_line(report.name)} FAILED", *_wrapped(f"run {report.run_id}, {nodes}"), rule]
+    run = _wrapped(f"run {report.run_id}, {plural(report.nodes, 'node')}")
+    lines = ["", border, f"{escape.one_line(report.name)} FAILED", *run, rule]
     lines += ["Root Cause (first observed failure):", *_first_lines(report)]
     sections = (_cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _where_lines)
     lines += [line for section in sections for line in section(report)]
@@ -421,11 +422,3 @@ def _first_dict(report: RunReport) -> dict[str, Any]:
         "stderr": tail_lines(evidence, traceback),
         **{name: getattr(evidence, name) for name in ("memory", "hang", "note", "refusal")},
     }
-
-
-def size_text(size: float) -> str:
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"

@@ -69,7 +69,7 @@ class Thread:
 
 @frozen
 class Look:
-    """The stacks of one process and how they were taken, or the `trouble` why there are none.
+    """The stacks of one process and how they were taken, or the `trouble` that prevented it.
 
     `state` is the kernel's letter, `waits_in` the kernel's function in which it sleeps; both are empty if unknown.
     """
@@ -287,12 +287,12 @@ def full_text(looked: Picture) -> str:
     """Every thread of every process of every worker."""
     blocks = []
     for look in looked.looks:
-        processes = [line for process in (look.leader, *look.others) for line in _process_lines(process)]
+        processes = [line for process in (look.leader, *look.others) for line in process_lines(process)]
         blocks.append("\n".join([f"rank {look.rank}{_knowledge([look])}", *processes]))
     return "\n\n".join(blocks)
 
 
-def _process_lines(look: Look) -> list[str]:
+def process_lines(look: Look) -> list[str]:
     facts = [_FROZEN.get(look.state, ""), look.how and f"by {look.how}", _kernel_place(look)]
     about = "; ".join(fact for fact in facts if fact)
     lines = [f"  process {look.pid}{f' ({about})' if about else ''}{f': {look.command}' if look.command else ''}"]

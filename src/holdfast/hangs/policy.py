@@ -37,8 +37,8 @@ Errors of observation must not end a healthy job:
   bound, and once more before a verdict. A counter that cannot be read counts as moving.
 * A look that comes much later than it was due means that the agent was frozen (SIGSTOP, a suspended virtual machine),
   and with it the output of its workers: all bounds restart.
-* While the agent's own output is blocked (Ctrl-S, a pipe without a reader), workers that write must wait: the bounds
-  count from the end of the blockage.
+* While the agent's own output is blocked (Ctrl-S, a pipe without a reader), workers that write must wait. While a
+  worker is at a prompt of the terminal (`breakpoint()`), the others wait for it. The bounds count from the end of that.
 * After a verdict the agent takes stacks and asks again; a group that has moved meanwhile continues. The cost of writing
   its own stacks does not count as movement of a worker: otherwise no hang would be acted on without py-spy.
 """
@@ -196,18 +196,19 @@ class HangMachine:
         return min([self._looked_at + self._look_every_s, *(at for at, _, _ in self._bounds())])
 
     def step(
-        self, moved_at: Mapping[Signal, float], now: float, *, is_again: bool = False, is_blind: bool = False
+        self, moved_at: Mapping[Signal, float], now: float, *, is_again: bool = False, is_held_up: bool = False
     ) -> list[Verdict | str]:
         """A verdict if the group hangs, and warnings for the user.
 
         `moved_at` says when each signal last moved; a signal that never moved is absent. `is_again`: this look follows
-        a verdict and may be late. `is_blind`: the agent's own output is blocked, so workers may wait for its reader.
+        a verdict and may be late. `is_held_up`: workers wait for a person: at a prompt, or for a reader of the agent's
+        output.
         """
         is_late = not is_again and now - self.next_deadline() > max(_LATE_S, _LATE_SHARE * self._shortest_s)
         # Workers stand still while their stacks are taken, so a movement since the verdict counts as one of now.
         counted = {Signal.PATTERN} if self._broken is Bound.CADENCE else self.policy.chosen
         has_moved = any(at > self._looked_at for signal, at in moved_at.items() if signal in counted)
-        if is_blind or is_late or (is_again and has_moved):
+        if is_held_up or is_late or (is_again and has_moved):
             self._counts_from = now
         self._looked_at = now
         for signal, at in moved_at.items():

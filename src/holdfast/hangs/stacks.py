@@ -81,15 +81,6 @@ def look_at(pid: int, *, native: bool = False, timeout_s: float = DUMP_TIMEOUT_S
 # py-spy.
 
 
-def dump_with_py_spy(pid: int, timeout_s: float) -> str:
-    """The Python stacks of a process as text, by py-spy."""
-    until_s = time.monotonic() + timeout_s
-    try:
-        return _run_py_spy(pid, [], timeout_s / 2)
-    except HostError:
-        return _run_py_spy(pid, ["--nonblocking"], until_s - time.monotonic())
-
-
 def find_py_spy() -> str:
     """Beside the interpreter, which need not be on the PATH, or else on the PATH."""
     from shutil import which
@@ -247,8 +238,9 @@ def dump_all(
     wake: Callable[[], object],
     wait: Callable[[float], bool],
 ) -> Iterator[tuple[int, T | Exception]]:
-    """The dump of each process, or the reason why there is none, as they come. Threads that need not be waited for take
-    them, and call `wake` after each. `wait(left_s)` waits for that; False gives up those that are not there yet."""
+    """The dump of each process, or the error in its place, in the order in which they arrive. Daemon threads take the
+    dumps, and call `wake` after each. `wait(left_s)` waits for a wake-up; if it returns False, the missing dumps are
+    given up."""
     todo, done = deque(pids), deque[tuple[int, T | Exception]]()
 
     def work() -> None:

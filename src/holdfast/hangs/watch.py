@@ -34,7 +34,7 @@ _CHILDREN_LIMIT = 16
 
 
 class UsageMeter:
-    """What the process trees of workers use, for those of the signals that the kernel counts."""
+    """The CPU time and I/O of the workers' process trees, as far as the policy has chosen these signals."""
 
     def __init__(self, chosen: Iterable[Signal]) -> None:
         counters = {Signal.CPU: procfs.cpu_s, Signal.IO: procfs.io_bytes}
@@ -80,13 +80,14 @@ class HangWatch:
 
     def look(self, running: Mapping[int, int], *, is_again: bool = False) -> Verdict | None:
         """Look at the running workers (local rank -> pid) if it is time to. Returns a verdict if they hang.
-        `is_again`: look now, whether the last verdict still holds."""
+        `is_again`: look at once, to see whether the last verdict still holds."""
         now = time.monotonic()
         if self._machine is None or not running or (now < self._machine.next_deadline() and not is_again):
             return None
         try:
             movements = self._movements(running, now, has_dumped=is_again)
-            found = self._machine.step(movements, now, is_again=is_again, is_blind=self.output.is_blind)
+            is_held_up = self.output.is_blind or _is_at_prompt(running.values())
+            found = self._machine.step(movements, now, is_again=is_again, is_held_up=is_held_up)
         except Exception as error:
             logger.warning("hangs are not watched for any more: %s: %s", type(error).__name__, error)
             self._machine = None
@@ -123,6 +124,11 @@ class HangWatch:
         """For how long that worker has written nothing, and its step."""
         written_at = self.output.moved_at([local_rank])
         return None if written_at is None else time.monotonic() - written_at, self._progress.of(local_rank)[1]
+
+
+def _is_at_prompt(leaders: Iterable[int]) -> bool:
+    """Whether a worker waits for a person, as at `breakpoint()`."""
+    return any(procfs.is_at_prompt(pid) for leader in leaders for pid in (leader, *procfs.descendants_of(leader)))
 
 
 def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = None, *, native: bool = True) -> Picture:

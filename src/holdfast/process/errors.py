@@ -23,6 +23,7 @@ from holdfast.failures.records import Evidence, Failure
 from holdfast.failures.report import NOT_AVAILABLE, RunReport
 from holdfast.frozen import changed, dataclass, field
 from holdfast.log import Logger
+from holdfast.text import last_line
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 
@@ -83,7 +84,7 @@ class ProcessFailure:
         # The hint about decorators is for failures of which only the exit code is known.
         silent = f"exited with code {self.exitcode} and no error message" if is_sought else TRACEBACK_HINT
         silent = self.failure.text if self.is_elsewhere else silent
-        self.message = evidence.memory or cause.last_line(evidence.stderr_tail).strip() or silent
+        self.message = evidence.memory or last_line(evidence.stderr_tail).strip() or silent
 
     def _complete_facts(self) -> dict[str, Any] | None:
         """Of a worker of this node. Returns the data of its error file."""
@@ -142,8 +143,8 @@ class ProcessFailure:
 def mention_finished(
     failures: Mapping[int, ProcessFailure], ends: Mapping[int, tuple[int, bool, float | None]]
 ) -> None:
-    """Add to failures that blame a peer which workers had finished before. `ends` are those of `PContext.ends`; both
-    are by global rank."""
+    """Failures that blame a peer get a note about the workers that had finished before. `ends` is from `PContext.ends`;
+    both mappings are by global rank."""
     finished = {rank: at or 0.0 for rank, (code, is_stopped, at) in ends.items() if code == 0 and not is_stopped}
     for rank, each in failures.items():
         ended_at = ends[rank][2] if rank in ends else None  # One that has raised may still be ending.

@@ -15,7 +15,8 @@ itself. Otherwise nothing is imported.
 
 The agent only puts each change of its history into a bounded queue. A thread (`background`) imports the packages, makes
 the spans and waits for the exporter, so an exporter that hangs or fails costs spans and nothing else. At the end of the
-run it has two seconds to send the last ones.
+run it has two seconds to send the last ones. On a busy machine a short run ends before the packages are imported; the
+two seconds begin after the import.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 logger = Logger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_IMPORT_LIMIT_S = 20.0
 _IN_ROUND = ("starting", "running", "stopping", "finished")
 
 # When (nanoseconds since 1970), and the history before and after.
@@ -69,8 +72,10 @@ class Tracing:
     def __init__(self, attributes: Mapping[str, str | int]) -> None:
         self._attributes = dict(attributes)
         self._began_ns = time.time_ns()
+        self._is_imported = threading.Event()
         self._background: Background[Change] = Background("spans", self._make_spans)
         if self._background.problem:
+            self._is_imported.set()
             logger.warning("no spans: %s", self._background.problem)
 
     def follow(self, before: History, after: History) -> None:
@@ -78,13 +83,17 @@ class Tracing:
             self._background.put((time.time_ns(), before, after))
 
     def close(self) -> None:
+        self._is_imported.wait(_IMPORT_LIMIT_S)
         if not self._background.close():
             logger.warning("the last spans could not be sent within %g s", background.CLOSE_LIMIT_S)
 
     def _make_spans(self, changes: Iterator[Change]) -> None:
         """In the thread."""
         try:
-            found = _provider()
+            try:
+                found = _provider()
+            finally:
+                self._is_imported.set()
             if found is None:
                 return
             provider, is_ours = found

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = Logger(__name__)
 
-# Every request begins with these bytes and cannot contain them: within a JSON string the quote is escaped.
-_REQUEST_BEGINS = b'{"version"'
 _KEYS = ("version", "pid", "scope_id", "expiration_time", "signal")
 _values_of = itemgetter(*_KEYS)
 _TYPES = ((int, int, str, float, int), (int, int, str, int, int))
@@ -122,15 +120,8 @@ def _checked_time(expiration_time: float) -> float:
     return time_s
 
 
-def request_in(junk: bytes) -> bytes:
-    """The last request that a line of junk may end with: a torn line swallows the newline of the next."""
-    begin = junk.rfind(_REQUEST_BEGINS)
-    return junk[begin:] if begin > 0 else b""
-
-
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """The complete lines, and the unfinished one. Of a line that is too long only the end is kept: it is junk, but a
-    request may follow it."""
+    """The complete lines, and the unfinished one. Of a line that is too long, which is junk, only the end is kept."""
     *lines, rest = data.split(b"\n")
     return lines, rest[-PIPE_BUF:]
 

@@ -31,7 +31,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import cache
 from multiprocessing import connection, queues
@@ -41,18 +41,19 @@ from typing import Any
 from holdfast import escape, procfs
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import frozen
-from holdfast.hangs import stacks
-from holdfast.log import DEBUG, ERROR, WARNING, Logger
+from holdfast.hangs import compare, stacks
+from holdfast.hangs.compare import Look
+from holdfast.log import DEBUG, WARNING, Logger
 from holdfast.loop import Wakeup
 from holdfast.signals import signal_name
 from holdfast.timer import debug_info_logging
-from holdfast.timer.client import FileTimerRequest, TimerRequest, decode, request_in, split_lines
+from holdfast.timer.client import FileTimerRequest, TimerRequest, decode, split_lines
 
 logger = Logger(__name__)
 
 # Turns begin at least this far apart: registering a timer is not urgent, and each turn costs CPU time.
 _TURN_GAP_S = 0.005
-# The pause before the next attempt, after a worker could not be reaped or a turn failed.
+# The pause before the next turn, after one that failed.
 _RETRY_DELAY_S = 0.1
 _STOP_MARGIN_S = 5.0  # `stop` may take this much longer than the longest wait for requests.
 # How long the signal may wait for stacks. py-spy needs about 20 ms on a calm machine.
@@ -85,7 +86,6 @@ class TimerServer(abc.ABC):
         self._request_queue, self._max_interval, self._daemon = request_queue, max_interval, daemon
         self._watchdog_thread: threading.Thread | None = None
         self._is_ending = threading.Event()
-        self._is_stopping = False  # Unlike `_is_ending`, this cuts a long turn short.
         self._wakeup = Wakeup()
 
     @abc.abstractmethod
@@ -102,7 +102,7 @@ class TimerServer(abc.ABC):
 
     @abc.abstractmethod
     def _reap_worker(self, worker_id: Any) -> bool:
-        """End a worker. False means that it should be tried again."""
+        """End a worker. If it returns False, the server tries again at its next turn."""
 
     def start(self) -> None:
         if self._is_ending.is_set() or self._watchdog_thread is not None:
@@ -112,7 +112,6 @@ class TimerServer(abc.ABC):
 
     def stop(self) -> None:
         """Let the thread finish its turn and wait for it; the server cannot be started again."""
-        self._is_stopping = True
         self._end_thread(self._max_interval + _STOP_MARGIN_S)
 
     def _end_thread(self, timeout_s: float | None) -> None:
@@ -178,7 +177,6 @@ class ProcessTimerServer(TimerServer):
         self._source = source
         self._timers: dict[tuple[int, str], _Armed] = {}  # By pid and scope.
         self._fatal: dict[int, _Armed] = {}  # By pid, the timer whose signal to send at this turn.
-        self._unreaped: set[int] = set()  # Could not be signalled at the last turn.
         self._request_count = 0
         self._turn_ended_s = time.monotonic()
 
@@ -228,43 +226,37 @@ class ProcessTimerServer(TimerServer):
 
     def _run_watchdog(self) -> None:
         """One turn: wait until there is something to do, then do it."""
-        shortest_s = _RETRY_DELAY_S if self._unreaped else 0.0
         deadline_s = min((timer.deadline_s for timer in self._timers.values()), default=math.inf)
-        self._fetch(min(self._max_interval, max(shortest_s, deadline_s - time.monotonic())))
+        self._fetch(min(self._max_interval, max(0.0, deadline_s - time.monotonic())))
         if not self._is_ending.is_set():
             self._reap_expired()
 
     def _fetch(self, timeout_s: float) -> bool:
-        """Wait for requests, for a wake-up or for the time, and take the requests that are there. False: stop."""
+        """Wait for requests, for a wake-up or for the time, and take the requests that are there."""
         fds = [self._wakeup.fileno(), *([] if self._source is None else [self._source.fileno()])]
         connection.wait(fds, timeout_s if self._source is not None else min(timeout_s, _PLAIN_LOOK_S))
         self._wakeup.clear()
         # The size of a queue may be too high for good: a client that dies before it has sent a request leaves it so.
         self.register_timers(self._request_queue.get(max(1, self._request_queue.size()), 0.0))
-        return not self._is_stopping
+        return True
 
     def _reap_expired(self) -> None:
         now_s = time.monotonic()
         expired = self._by_pid(lambda timer: timer.deadline_s <= now_s and self._is_alive(timer.pid, timer.started))
         self._fatal = self._fatal_among(expired)
-        new = self._fatal.keys() - self._unreaped  # The stacks of the others were taken at an earlier turn.
-        self._unreaped = {pid for pid in self._fatal.keys() - new if not self._reap_worker(pid)}
-        texts = []
-        for pid, found in self._dumps_of(new):
-            if self._is_stopping:
-                break
-            if not self._reap_worker(pid):
-                self._unreaped.add(pid)
-            texts.append(found if isinstance(found, str) else f"no stacks of process {pid}: {found}")
-        for text in filter(None, texts):  # Indented, so that no name in it can begin a line of the log.
-            logger.warning("%s", text.replace("\n", "\n  "), extra=escape.HAS_LINES)
-        self.clear_timers(expired.keys() - self._unreaped)
+        looks = []
+        for pid, found in self._stacks_of(self._fatal.keys()):
+            self._reap_worker(pid)
+            looks.append(found if isinstance(found, Look) else Look(pid, trouble=str(found)))
+        for look in looks:
+            logger.warning("%s", "\n".join(compare.process_lines(look)), extra=escape.HAS_LINES)
+        self.clear_timers(set(expired))
         self._turn_ended_s = time.monotonic()
 
-    def _dumps_of(self, pids: set[int]) -> Iterator[tuple[int, str | Exception]]:
+    def _stacks_of(self, pids: Collection[int]) -> Iterator[tuple[int, Look | Exception]]:
         limit_s = STACKS_TIMEOUT_S
         return stacks.dump_all(
-            pids, lambda pid: stacks.dump_with_py_spy(pid, limit_s), limit_s, self._wakeup.wake, self._fetch
+            pids, lambda pid: stacks.look_at(pid, timeout_s=limit_s), limit_s, self._wakeup.wake, self._fetch
         )
 
     def _fatal_among(self, expired: dict[int, list[_Armed]]) -> dict[int, _Armed]:
@@ -274,11 +266,9 @@ class ProcessTimerServer(TimerServer):
 
     def _examine(self, pid: int, timers: list[_Armed]) -> _Armed | None:
         """Report the timers of a process up to the first one that has a signal, and return that one."""
-        is_new = pid not in self._unreaped
         scopes = ", ".join(timer.request.scope_id for timer in timers)
         for timer in timers:
-            if is_new:
-                self._tell("timer expired", timer.request)
+            self._tell("timer expired", timer.request)
             if timer.signal > 0:
                 break
         else:
@@ -287,12 +277,11 @@ class ProcessTimerServer(TimerServer):
         if pid == os.getpid() or os.path.exists(f"/proc/self/task/{pid}"):  # The kernel accepts ids of threads, too.
             logger.error("process %d has overrun %s, but it is the watchdog's own and gets no signal", pid, scopes)
             return None
-        if is_new:
-            logger.warning("process %d has overrun %s and will get %s", pid, scopes, signal_name(timer.signal))
+        logger.warning("process %d has overrun %s and will get %s", pid, scopes, signal_name(timer.signal))
         return timer
 
     def _reap_worker(self, worker_id: int) -> bool:
-        """Signal a process, which may have ended while its stacks were taken. False means: try again."""
+        """Signal a process, which may have ended while its stacks were taken."""
         timer = self._fatal[worker_id]
         if worker_id <= 0 or not self._is_alive(worker_id, timer.started):
             return True  # To the kernel, 0 and less are groups of processes.
@@ -301,8 +290,7 @@ class ProcessTimerServer(TimerServer):
         except ProcessLookupError:
             logger.info("process %d is already gone", worker_id)
         except OSError as error:
-            level = DEBUG if worker_id in self._unreaped else ERROR
-            logger.log(level, "cannot signal process %d, will try again: %s", worker_id, error)
+            logger.error("cannot signal process %d: %s", worker_id, error)
             return False
         self._tell("kill worker process", timer.request)
         return True
@@ -382,8 +370,6 @@ class RequestPipe(RequestQueue):
                 level = DEBUG if self._has_met_junk else WARNING
                 self._has_met_junk = True
                 logger.log(level, "skipped a line in %s that is not a request: %r: %s", self.path, line[:80], error)
-                with suppress(ValueError):
-                    requests.append(decode(request_in(line)))
         return requests
 
     def remove(self) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
-from holdfast.failures.report import size_text
 from holdfast.frozen import frozen
+from holdfast.text import size_text
 
 _MIB, _GIB = 1 << 20, 1 << 30
 FEW_OPEN_FILES, FEW_OPEN_FILES_HARD, FEW_PROCESSES = 1024, 4096, 1024

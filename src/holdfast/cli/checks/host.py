@@ -125,11 +125,7 @@ def stack_reading() -> findings.Stacks:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
-        try:
-            stacks.dump_with_py_spy(process.pid, _PY_SPY_LIMIT_S)
-            problem = ""
-        except HostError as error:
-            problem = str(error)
+        problem = stacks.look_at(process.pid, timeout_s=_PY_SPY_LIMIT_S).trouble
         process.stdin.close()
     return findings.Stacks(py_spy, problem, scope, is_container)
 

@@ -24,9 +24,9 @@ def log_path(present: str, attempt: object = None) -> str:
         return present
     found = _ATTEMPT.search(present)
     if found is None:
-        raise HostError(f"{present} is of no attempt that can be told from others")
+        raise HostError(f"{present} does not name an attempt, so logs of other attempts cannot be found")
     if type(attempt) is not int or attempt < 0:
-        raise UserError(f"{attempt!r} is no number of an attempt")
+        raise UserError(f"{attempt!r} is not the number of an attempt")
     return f"{present[: found.start()]}/attempt_{attempt}{found[2]}"
 
 

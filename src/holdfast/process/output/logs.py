@@ -276,8 +276,8 @@ def logs_dir(dest: LogsDest) -> str:
 
 
 def _link_latest(root: str, attempt_dir: str) -> None:
-    """Point `latest` at the newest attempt. A file or directory of that name is the user's and stays; a link that
-    cannot be made is not worth a word."""
+    """Point `latest` at the newest attempt. A file or directory of that name is the user's and stays. Errors are
+    ignored."""
     link, fresh = os.path.join(root, "latest"), os.path.join(root, f".latest_{os.urandom(4).hex()}")
     if os.path.lexists(link) and not os.path.islink(link):
         return

@@ -9,17 +9,12 @@ Each piece that arrives goes, in this order, to
     the console        of one worker without a prefix the bytes as they come; else, on a terminal, what `terminal`
                        makes of them; else whole lines (see `lines`), and no stream continues another's unfinished line
 
-Only the thread that holds the turn (a lock) may touch the streams. The pump's thread holds it all the time, except
-during calls that other programs can block for ever: a write to the console (Ctrl-S, a pipe without a reader) and the
-warning callback. `close` must not wait for those:
-
-    1. the thread releases the turn and blocks in a write to the console
-    2. `close` waits, sees no progress, takes the turn, marks the console as dead and starts a new thread as the owner
-    3. the new owner copies what is left to the files and closes everything
-    4. the old thread, if its write ever returns, finds that it is not the owner and ends
-
-(tests/unit/test_pump.py, test_close_returns_though_the_console_is_blocked.) Until `close`, a blocked console
-blocks everything, the workers included, as it would without a pump; else memory would grow without bound.
+A console may take no more text for as long as it likes (Ctrl-S, a pipe without a reader). The thread writes to it
+without blocking, and waits until it can be written or `close` gives it up. Until then a blocked console blocks
+everything, the workers included, as it would without a pump; else memory would grow without bound. A console that is
+given up loses its text, and the log files get the rest. (tests/unit/test_pump.py,
+test_close_returns_though_the_console_is_blocked.) Only an object in the place of a stream, or a file on a dead mount,
+can hold the thread for ever; then `close` leaves it behind.
 
 The thread is a daemon. A forked child has no such thread and must not touch the pump.
 """
@@ -40,7 +35,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO
 
 from holdfast import stdio
 from holdfast.errors import HostError, InternalError
@@ -69,20 +64,16 @@ _CONSOLE_WRITE_BYTES = 256 * 1024
 # process that was left behind and keeps writing therefore cannot keep `close` busy.
 _LAST_READ_BYTES = 2 * _PIPE_BYTES
 
-# `close` gives the thread this long without progress, and this long in all, before it replaces it.
+# After `close` a console that takes nothing for this long is given up, and any console after this long in all. The
+# thread, which may hang elsewhere, is left behind after twice that time.
 _CLOSE_PATIENCE_S = 1.0
 _CLOSE_LIMIT_S = 5.0
 
 # A console that has not taken a piece for this long blocks.
 _BLOCKED_AFTER_S = 1.0
 
-# The warning callback has a place among the console descriptors: it may block, too.
-_WARNINGS = -1
-
 # Console errors that only mean that the reader is gone or the terminal hung up.
 _NO_READER = {errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO}
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -137,10 +128,6 @@ class Stream:
             self.file_fd = None
 
 
-class _Replaced(BaseException):
-    """Ends a thread that is not the pump's owner any more."""
-
-
 class Pump:
     """Copies the streams given to it until they end. `warn` is called from the pump's thread."""
 
@@ -152,12 +139,11 @@ class Pump:
         self._thread: threading.Thread | None = None
         self._moved_at = time.monotonic()
 
-        # Touched only with the turn.
-        self._turn = threading.Lock()
+        # The thread's own.
         self._streams: dict[int, Stream] = {}
         self._dead_outlets: set[int | TextIO] = set()
         self._held_at_most = 0  # All that was taken since the held lines were counted.
-        self._busy_with: int | TextIO | None = None
+        self._is_at_console = False
         self._last_warning = ""
         self._views: dict[TerminalView, int | TextIO] = {}
         self._in_line: dict[object, Stream] = {}  # By console: the stream that has left an unfinished line there.
@@ -166,16 +152,15 @@ class Pump:
         self._changed = threading.Condition()
         self._arriving: deque[Stream] = deque()
         self._unended: set[Stream] = set()
-        self._is_closing = False
+        self._closing_at = math.inf
         self._is_closed = False
         self._has_new_size = False
-
-        self._closing = threading.Lock()
+        self._is_abandoned = False
 
     def add(self, stream: Stream) -> None:
         """Take a stream over, descriptors included. If this raises, they are still the caller's."""
         with self._changed:
-            if self._is_closing:
+            if self._closing_at < math.inf:
                 raise InternalError(f"{stream.label} was added to a pump that is closed")
             os.set_blocking(stream.read_fd, False)
             self._arriving.append(stream)
@@ -185,12 +170,13 @@ class Pump:
     @property
     def is_blocked(self) -> bool:
         """Whether the console blocks, and with it all streams. One that is only busy takes each piece at once."""
-        return self._busy_with is not None and time.monotonic() - self._moved_at >= _BLOCKED_AFTER_S
+        return self._is_at_console and time.monotonic() - self._moved_at >= _BLOCKED_AFTER_S
 
     def abandon_blocked(self) -> None:
         """Write no more to a console that blocks, so that the streams are read on. Their output is lost there."""
         if self.is_blocked:
-            self._replace_thread()
+            self._is_abandoned = True
+            self._wakeup.wake()
 
     def pass_on_size(self) -> None:
         """The terminal has a new size."""
@@ -199,8 +185,12 @@ class Pump:
 
     def start(self) -> None:
         if self._thread is None:
-            with self._turn:
-                self._start_thread()
+            thread = threading.Thread(target=self._run, name="holdfast-pump", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise HostError(f"cannot start a thread for the workers' output: {error}") from error
+            self._thread = thread
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all streams added so far have ended and are written out.
@@ -218,75 +208,34 @@ class Pump:
         return True
 
     def close(self) -> None:
-        """Write out what is held and what can be read right now, close the streams, end the thread.
-
-        Takes a bounded time. A thread that hangs in a blocked console is left behind.
-        """
-        with self._closing:
-            with self._changed:
-                if self._is_closing:
-                    return
-                self._is_closing = True
-            self.start()
-            self._wakeup.wake()
-            for _ in range(4):  # The thread may be replaced once for each outlet that may block.
-                if self._join_while_moving() or not self._replace_thread():
-                    break
-            with self._changed:
-                self._is_closed = True
-                self._changed.notify_all()
-            if self._thread is not None and not self._thread.is_alive():
-                self._wakeup.close()
-
-    # In the callers' threads.
-
-    def _start_thread(self) -> None:
-        """The caller holds the turn, so the thread does nothing before it is the owner."""
-        thread = threading.Thread(target=self._run, name="holdfast-pump", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise HostError(f"cannot start a thread for the workers' output: {error}") from error
-        self._thread = thread
-
-    def _join_while_moving(self) -> bool:
+        """Write out what is held and what can be read right now, close the streams, end the thread. Takes a bounded
+        time."""
+        with self._changed:
+            if self._closing_at < math.inf:
+                return
+            self._closing_at = time.monotonic()
+        self.start()
         assert self._thread is not None
-        began = time.monotonic()
-        while self._thread.is_alive():
-            patience_ends = max(began, self._moved_at) + _CLOSE_PATIENCE_S
-            wait_s = min(patience_ends, began + _CLOSE_LIMIT_S) - time.monotonic()
-            if wait_s <= 0:
-                return False
-            self._thread.join(wait_s)
-        return True
+        self._wakeup.wake()
+        self._thread.join(2 * _CLOSE_LIMIT_S)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if not self._thread.is_alive():
+            self._wakeup.close()
 
-    def _replace_thread(self) -> bool:
-        """Replace a thread that hangs by a new one. False if it hangs in a write to a file, with the turn."""
-        if not self._turn.acquire(timeout=_CLOSE_PATIENCE_S):
-            return False
-        try:
-            if self._busy_with is not None:
-                self._dead_outlets.add(self._busy_with)
-            self._start_thread()
-        except HostError:
-            return False
-        finally:
-            self._turn.release()
-        return True
-
-    # In the pump's thread, with the turn.
+    # In the pump's thread.
 
     def _run(self) -> None:
         # Python ignores these two from the start, but a user's program may have changed that. While they are blocked,
         # writes fail with EPIPE and EFBIG instead.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE, signal.SIGXFSZ})
-        with suppress(_Replaced), self._turn:
-            self._copy_until_closed()
+        self._copy_until_closed()
 
     def _copy_until_closed(self) -> None:
         while True:
             # Looked at first: once it is set no stream is added, so those that arrive below are the last.
-            is_closing = self._is_closing
+            is_closing = self._closing_at < math.inf
             try:
                 while self._arriving:
                     stream = self._arriving.popleft()
@@ -449,53 +398,62 @@ class Pump:
         return False
 
     def _write_console(self, fd: int | TextIO, data: bytes) -> None:
+        """Ends early if the console is given up."""
         view, start = memoryview(data), 0
         try:
             while start < len(data) and fd not in self._dead_outlets:
                 end = start + _CONSOLE_WRITE_BYTES
                 if end < len(data):
                     end = data.rfind(b"\n", start, end) + 1 or end
-                written = self._without_turn(fd, partial(_write_some, fd, view[start:end]))
-                if isinstance(fd, int):
-                    stdio.note_written(fd, view[start : start + written])
-                start += written
-                self._moved_at = time.monotonic()
+                self._is_at_console = True
+                if written := self._write_some(fd, view[start:end]):
+                    start += written
+                    self._moved_at = time.monotonic()
+                if not written or self._moved_at > self._closing_at + _CLOSE_LIMIT_S:
+                    self._dead_outlets.add(fd)
         except OSError as error:
             self._dead_outlets.add(fd)
             if error.errno not in _NO_READER:
                 self._warn_once(f"nothing more is written to the console ({_path_of(fd)}): {error.strerror}")
+        finally:
+            self._is_at_console = False
+
+    def _write_some(self, fd: int | TextIO, data: memoryview) -> int:
+        """Wait until the console takes some of it. 0 if it is given up before."""
+        if not isinstance(fd, int):
+            fd.write(bytes(data).decode(errors="backslashreplace"))
+            fd.flush()
+            return len(data)
+        written = stdio.write_now(fd, data)
+        if not written:
+            if not self._is_writable(fd):
+                return 0
+            # What cannot be opened anew takes at least so much, unless another process was faster.
+            written = stdio.write_now(fd, data) or stdio.write_some(fd, data[: select.PIPE_BUF])
+        stdio.note_written(fd, data[:written])
+        return written
+
+    def _is_writable(self, fd: int) -> bool:
+        """Wait for it. False if it is given up: by `abandon_blocked`, or because the pump is being closed."""
+        poller, self._is_abandoned = select.poll(), False
+        poller.register(fd, select.POLLOUT)
+        poller.register(self._wakeup.fileno(), select.POLLIN)
+        while not self._is_abandoned:
+            left_s = max(self._closing_at, self._moved_at) + _CLOSE_PATIENCE_S - time.monotonic()
+            if left_s <= 0:
+                break
+            ready = poller.poll(None if left_s == math.inf else left_s * 1000)
+            if any(each == fd for each, _ in ready):
+                return True
+            self._wakeup.clear()
+        return False
 
     def _warn_once(self, text: str) -> None:
-        """Warn, unless the last warning had the same text. A callback that fails is not called again."""
-        if _WARNINGS in self._dead_outlets or text == self._last_warning:
-            return
-        self._last_warning = text
-        try:
-            self._without_turn(_WARNINGS, partial(self._warn, text))
-        except _Replaced:
-            raise
-        except BaseException:
-            self._dead_outlets.add(_WARNINGS)
-
-    def _without_turn(self, outlet: int | TextIO, action: Callable[[], T]) -> T:
-        """Make a call that may block for ever, without the turn; see this module's opening."""
-        self._busy_with = outlet
-        self._turn.release()
-        try:
-            return action()
-        finally:
-            self._turn.acquire()
-            if threading.current_thread() is not self._thread:
-                raise _Replaced
-            self._busy_with = None
-
-
-def _write_some(fd: int | TextIO, data: memoryview) -> int:
-    if isinstance(fd, int):
-        return stdio.write_some(fd, data)
-    fd.write(bytes(data).decode(errors="backslashreplace"))
-    fd.flush()
-    return len(data)
+        """Warn, unless the last warning had the same text. An error of the callback is ignored."""
+        if text != self._last_warning:
+            self._last_warning = text
+            with suppress(BaseException):
+                self._warn(text)
 
 
 def _path_of(fd: int | TextIO) -> str:

@@ -130,9 +130,9 @@ class Evidence:
         if self.file:
             import faulthandler
 
-            if not faulthandler.is_enabled():  # Else the user has turned it on, for stderr.
+            if not faulthandler.is_enabled():  # If it is, the user wants it on stderr.
                 faulthandler.enable(fd, all_threads=True)
-            if sys.modules["_signal"].getsignal(DUMP_SIGNAL) == 0:  # Else the program uses it.
+            if sys.modules["_signal"].getsignal(DUMP_SIGNAL) == 0:  # The program does not use it.
                 faulthandler.register(DUMP_SIGNAL, fd, all_threads=True)
 
     def write(self, kind: bytes, payload: bytes) -> None:
@@ -332,7 +332,7 @@ def quickly_compiled(content: bytes, path: str) -> "Any":
     _imp, _warnings = sys.modules["_imp"], sys.modules["_warnings"]
 
     def take(frame: "Any", event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename == "<string>":  # Else the compiler calls something to warn.
+        if event == "call" and frame.f_code.co_filename == "<string>":  # The compiler may call functions to warn.
             raise GeneratorExit(frame.f_code)
 
     if sys.getprofile() is not None or is_oddly_encoded(content):

@@ -133,7 +133,7 @@ class SpawnerLink:
         self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()), fds)
         if not self._is_guarded:
             self._is_guarded = True
-            # It gets no link, which may be dropped without a word.
+            # It does not get the link, so that a link that is dropped can be collected.
             guard = threading.Thread(
                 target=_keep_going, args=(self._pid, self._is_gone), name="holdfast-spawner", daemon=True
             )
@@ -249,8 +249,8 @@ def _keep_going(pid: int, is_gone: threading.Event) -> None:
     """Keeps the spawner from standing still, in a thread.
 
     A worker of the same user can stop it (SIGSTOP). Then no end of a worker is reported, and no lease enforced. The
-    kernel tells the parent, who waits for that. A spawner that is stopped is continued; one that is stopped again and
-    again is killed, and everything that it owns goes with it.
+    kernel reports that to the parent, and this thread waits for it. A spawner that is stopped is continued; one that is
+    stopped again and again is killed, and everything that it owns goes with it.
     """
 
     relapses, continued_at = 0, -_RELAPSE_S
@@ -305,8 +305,8 @@ def _is_secret(name: bytes, value: bytes) -> bool:
 
 
 def _ignored_signals() -> tuple[int, ...]:
-    """A signal that the agent handles is passed on to the workers, who must not be deaf to it. Python ignores two for
-    itself; a program that it starts expects the usual."""
+    """A signal that the agent handles is passed on to the workers, so they must not ignore it. Python ignores two
+    signals for itself, and a program expects their default."""
     ignored = (number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN)
     return tuple(int(number) for number in ignored if number not in (signal.SIGPIPE, signal.SIGXFSZ))
 
@@ -319,8 +319,8 @@ def _directory() -> bytes | None:
 
 
 def allow_descriptors_for(workers: int) -> None:
-    """Raise this process's limit of open files if those of so many workers would not fit. The spawner was started
-    before, so workers keep the limit that the user gave them."""
+    """Raise this process's limit of open files if the descriptors of so many workers would not fit. The spawner was
+    started before, so workers keep the limit that the user gave them."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

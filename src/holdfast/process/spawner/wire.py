@@ -166,7 +166,7 @@ class Lease(Pipe):
             self._write()
 
     def _write(self) -> None:
-        # Else thousands are unread: the spawner is gone or stuck, and holds an older, earlier time.
+        # A full pipe has thousands of unread times: the spawner is gone or stuck, and holds an earlier time.
         try:
             os.write(self._write_fd, TIME.pack(self._until))
         except BlockingIOError:

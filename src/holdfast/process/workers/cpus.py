@@ -75,7 +75,7 @@ def cpus_for(
 
 
 def _nodes_with_cpus(base: str, usable: frozenset[int]) -> dict[int, frozenset[int]]:
-    """The NUMA nodes with those of their CPUs that may be used, in order; only nodes that have any."""
+    """The NUMA nodes that have usable CPUs, in order, with these CPUs."""
     numbers = sorted(int(name[4:]) for name in names(base) if re.fullmatch(r"node[0-9]+", name))
     lists = {number: parse_cpu_list(_read(f"{base}/node{number}/cpulist")) & usable for number in numbers}
     if not any(lists.values()):

@@ -22,6 +22,7 @@ from holdfast import procfs
 from holdfast.errors import HostError, UserError
 from holdfast.log import Logger
 from holdfast.process.workers.stop_work import StopWork
+from holdfast.text import plural
 
 logger = Logger(__name__)
 
@@ -110,7 +111,7 @@ class DeviceWait(StopWork):
                 return
             time.sleep(_LOOK_AGAIN_S)
         if not self._is_cancelled:
-            devices = "1 device" if len(awaited) == 1 else f"{len(awaited)} devices"
+            devices = plural(len(awaited), "device")
             logger.info("the memory of %s was free after %.1f s", devices, time.monotonic() - began)
 
 

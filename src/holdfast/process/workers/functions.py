@@ -10,7 +10,7 @@ from holdfast.errors import UserError
 from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.wire import Peers, memory_file
-from holdfast.process.workers.group import GroupSpec, PContext
+from holdfast.process.workers.group import PContext
 
 
 class MultiprocessContext(PContext):
@@ -26,18 +26,14 @@ class MultiprocessContext(PContext):
         *others: Any,
         **more: Any,
     ) -> None:
-        super().__init__(name, entrypoint, args, envs, *others, start_method=start_method, **more)
-
-    def _set_up(self, spec: GroupSpec, args: dict[int, tuple[Any, ...]], *others: Any, **more: Any) -> None:
-        if spec.start_method not in ("spawn", "fork", "forkserver"):
-            raise UserError(f"unknown start method {spec.start_method!r}; there are spawn, fork and forkserver")
-        assert callable(spec.entrypoint)
-        self._is_fork = spec.start_method == "fork"
-        self._calls = {rank: (spec.entrypoint, tuple(values)) for rank, values in args.items()}
+        if start_method not in ("spawn", "fork", "forkserver"):
+            raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
+        self._is_fork = start_method == "fork"
+        self._calls = {rank: (entrypoint, tuple(values)) for rank, values in args.items()}
         self._payloads = {} if self._is_fork else {rank: command.pickled_call(*self._calls[rank]) for rank in args}
         if self._is_fork:  # A spawner that is older than this call does not hold the function.
             more["link"] = None
-        super()._set_up(spec, args, *others, **more)
+        super().__init__(name, entrypoint, args, envs, *others, start_method=start_method, **more)
         self._peers = Peers()
         self._resources.callback(self._peers.close)
 

@@ -72,7 +72,7 @@ class GroupSpec:
     the console have one: auto, always or never. Workers are forked from a process that has imported the modules of
     `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from those of
     `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if that is
-    known before: in a run of several nodes, all of them shall hear of it. `clean_shm`: see `shared_memory`.
+    known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
     `wait_for_gpu_memory_s`: see `device_memory`.
     """
 
@@ -93,8 +93,12 @@ class GroupSpec:
 
 
 class PContext(abc.ABC):
-    """A group of processes that start and stop together. `new_group` makes one of a `GroupSpec`. The constructors are
-    for callers that have none."""
+    """A group of processes that start and stop together. `new_group` makes one of a `GroupSpec`, which is the `spec`
+    then; a caller that has none gives what users of torchelastic know.
+
+    A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner kills
+    the processes. A `watch` notes when they write something, and `copied` counts what passes the pump.
+    """
 
     def __init__(
         self,
@@ -109,25 +113,15 @@ class PContext(abc.ABC):
         *,
         start_method: str = "spawn",
         numa_options: Any = None,
-    ) -> None:
-        filters = (duplicate_stdout_filters, duplicate_stderr_filters)
-        spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
-        self._set_up(spec, args, envs, log_line_prefixes)
-
-    def _set_up(
-        self,
-        spec: GroupSpec,
-        args: dict[int, tuple[Any, ...]],
-        envs: dict[int, dict[str, str]],
-        log_line_prefixes: dict[int, str] | None = None,
-        *,
+        spec: GroupSpec | None = None,
         link: SpawnerLink | None = None,
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
         copied: Mapping[str, Copied] | None = None,
     ) -> None:
-        """A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner
-        kills the processes. A `watch` notes when they write something, and `copied` counts what passes the pump."""
+        if spec is None:
+            filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+            spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
         for what, mapping in (("args", args), ("envs", envs)):
             if set(mapping) != set(range(len(args))):
                 expected = list(range(len(args)))
@@ -275,7 +269,7 @@ class PContext(abc.ABC):
         return self._link
 
     def has_ended(self) -> bool:
-        """Whether `wait` would return a result at once, of what was heard so far."""
+        """Whether `wait` would return a result at once, judged by the reports so far."""
         codes = [slot.exitcode for slot in self._slots.values()]
         return bool(codes) and (None not in codes or any(codes))
 
@@ -288,12 +282,12 @@ class PContext(abc.ABC):
                 slot.blame(**known)
 
     def running(self) -> dict[int, int]:
-        """Local rank -> pid of those that still work: they have neither ended, as far as was heard, nor returned."""
+        """Local rank -> pid of the processes that have neither ended, by the reports so far, nor returned."""
         working = {rank for rank, slot in self._slots.items() if slot.is_running and not slot.has_returned()}
         return {rank: pid for rank, pid in self.pids().items() if rank in working}
 
     def ends(self) -> dict[int, tuple[int, bool, float | None]]:
-        """Local rank -> exit code, whether holdfast stopped it, and when it ended; of those of which that was heard."""
+        """Local rank -> exit code, whether holdfast stopped it, and when it ended, by the reports so far."""
         ended = [(rank, slot) for rank, slot in self._slots.items() if slot.exitcode is not None]
         return {rank: (slot.exitcode or 0, slot.stop is not None, slot.ended_at) for rank, slot in ended}
 
@@ -355,11 +349,11 @@ class PContext(abc.ABC):
         return RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
 
     def failures(self) -> dict[int, ProcessFailure]:
-        """What failed by itself so far, with the evidence there is at this moment."""
+        """The processes that have failed by themselves so far, with the present evidence."""
         return {rank: self._failure(slot) for rank, slot in self._failed().items()}
 
     def stopped(self) -> dict[int, str]:
-        """Local rank -> how holdfast ended it, for those that did not end by themselves."""
+        """Local rank -> how holdfast ended it, of the processes that did not end by themselves."""
         failed = self._failed()
         return {
             rank: slot.how_stopped()
@@ -494,15 +488,13 @@ def new_group(
     log_line_prefixes: dict[int, str] | None = None,
     **more: Any,
 ) -> PContext:
-    """One life of a group, before its start. `more` are the `link`, `lease`, `watch` and `copied` of `_set_up`."""
-    kind: type[PContext] = SubprocessContext
-    if callable(spec.entrypoint):
-        from holdfast.process.workers.functions import MultiprocessContext
+    """One life of a group, before its start. `more` are the `link`, `lease`, `watch` and `copied` of `PContext`."""
+    entrypoint, rest = spec.entrypoint, (spec.logs_specs, log_line_prefixes)
+    if isinstance(entrypoint, str):
+        return SubprocessContext(spec.role, entrypoint, args, envs, *rest, spec=spec, **more)
+    from holdfast.process.workers.functions import MultiprocessContext
 
-        kind = MultiprocessContext
-    context = kind.__new__(kind)
-    context._set_up(spec, args, envs, log_line_prefixes, **more)
-    return context
+    return MultiprocessContext(spec.role, entrypoint, args, envs, spec.start_method, *rest, spec=spec, **more)
 
 
 def start_processes(

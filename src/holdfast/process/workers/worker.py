@@ -114,7 +114,7 @@ class Slot:
 
     local_rank: int
     blackbox_fd: int
-    is_function: bool = False  # Else a program, whose box is read with care.
+    is_function: bool = False  # Otherwise it is a program, whose box is read with care.
     pid: int | None = None
     pidfd: int | None = None
     exitcode: int | None = None
@@ -163,7 +163,7 @@ class Slot:
             return False
         if self.stop is None or -self.exitcode in _CRASHES:
             return True
-        # The error was on record before the end: who raised and was then stopped while it cleaned up has raised.
+        # The error was recorded before the end: a worker that raised, and was stopped during its cleanup, has failed.
         return self.box().error is not None
 
     def has_raised(self) -> bool:
@@ -184,7 +184,7 @@ class Slot:
         return f"{name}, exit code {self.exitcode}"
 
     def has_returned(self) -> bool:
-        """Its function has returned, and it waits until those of the others have."""
+        """Its function has returned, and it waits until the functions of the others have returned."""
         return self.is_running and self.box().value is not None
 
     def box(self) -> BlackBox:
