@@ -18,7 +18,8 @@ from holdfast.rendezvous.coordinator.queries import Queries
 from holdfast.rendezvous.membership import frames, model, protocol, status
 from holdfast.rendezvous.membership.model import Memory, Recalled
 from holdfast.rendezvous.membership.phases import Membership
-from holdfast.rendezvous.membership.run import Access, Closed, Opened, Ready, Received, Run, RunEvent
+from holdfast.rendezvous.membership.protocol import Closed, Opened, Ready, Received, RunEvent
+from holdfast.rendezvous.membership.run import Access, Run
 from holdfast.telemetry.status import RunStatus
 
 if TYPE_CHECKING:
