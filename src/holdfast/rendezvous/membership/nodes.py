@@ -148,6 +148,8 @@ class NodeTable(dict[str, Node]):
 
     def release(self, now: float) -> tuple[str, ...]:
         """Nodes that were held long enough wait like any other. Returns which of them are connected."""
+        if not self.held:
+            return ()
         keys = sorted(key for key, until in self.held.items() if until <= now)
         for key in keys:
             del self.held[key]
