@@ -81,6 +81,7 @@ PURE = {
     },
     "rendezvous/membership/round.py": {
         "holdfast.failures",
+        "holdfast.frozen",
         "holdfast.rendezvous.membership",
         "holdfast.telemetry.history",
     },

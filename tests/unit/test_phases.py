@@ -1425,7 +1425,7 @@ def test_very_many_nodes_are_told_again_of_their_place() -> None:
 def test_very_many_nodes_are_lost() -> None:
     run = crowd()
     assert took_s(run, [*(closed(f"n{number}") for number in range(1, MANY))], 1.0) + took_s(run, [TIME], 21.0) < 2.0
-    assert (len(run._nodes), run.phase) == (1, Phase.STOPPING)
+    assert (len(run.nodes), run.phase) == (1, Phase.STOPPING)
 
 
 def test_very_many_nodes_do_not_stop() -> None:

@@ -178,7 +178,7 @@ class Coordinator:
     def denial_of(self, run_id: str, *, is_proved: bool = False) -> Denied | None:
         """What a node of that run is told if it cannot be served here, or not yet."""
         served = self.run.run_id if self.run is not None else self._run_id
-        if served in ("", run_id) or (self.run is not None and self.run.machine.is_blank and not self._run_id):
+        if served in ("", run_id) or (self.run is not None and self.run.membership.is_blank and not self._run_id):
             return None
         wait_s = self._wait_s()
         if wait_s is None:
@@ -191,7 +191,7 @@ class Coordinator:
 
     def _wait_s(self) -> float | None:
         """How long another run has to wait for its turn; None if the present one goes on."""
-        if self.run is not None and not self.run.machine.is_blank:
+        if self.run is not None and not self.run.membership.is_blank:
             return self.run.machine.passing_s(self.clock())
         if self.idle_timeout_s is None:
             return None

@@ -88,30 +88,23 @@ class _Known(NamedTuple):
 
 
 class Run:
-    """One run. Fields that belong together:
-
-    `membership`  who is in, and the rounds; `decided` are its commands of the last step, for the log
-    `_peers`      the open connections, by number; one that the machine has closed is not in it any more
-    `_known`      by node id, nodes that have joined. `_known[id].conn` is the one connection that speaks for the node:
-                  `_peers[conn].key == _known[id].key` if that connection is open
-    `_unwelcome`  connections that are welcomed when the storage has raised the term; a part of `_peers`
-    `_clients`    how many of `_peers` are no visitors; `_alone_at` is when the last of those was closed, and None while
-                  there is one
-    """
+    """One run."""
 
     def __init__(
         self, now: float, memory: Memory | None = None, *, term: int | None = None, age_s: float = 0.0
     ) -> None:
         """`memory` is what an earlier coordinator of this run wrote down, `age_s` ago. `term` is that of this
         coordinator, higher than any before it; without one, the next after the memory's."""
-        self.membership = Membership(now, memory, term=term, age_s=age_s)
-        self.decided: list[protocol.Command] = []
-        self._peers: dict[int, _Peer] = {}
+        self.membership = Membership(now, memory, term=term, age_s=age_s)  # Who is in, and the rounds.
+        self.decided: list[protocol.Command] = []  # The membership's commands of the last step, for the log.
+        self._peers: dict[int, _Peer] = {}  # The open connections, by number. One that the machine closes leaves it.
+        # Nodes that have joined, by node id. `_known[id].conn` is the one connection that speaks for the node:
+        # `_peers[conn].key == _known[id].key` if that connection is open.
         self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._unwelcome: list[int] = []
-        self._clients = 0
-        self._alone_at: float | None = now
-        self._has_forgotten = False
+        self._unwelcome: list[int] = []  # The part of `_peers` that is welcomed when the storage has raised the term.
+        self._clients = 0  # How many of `_peers` are no visitors.
+        self._alone_at: float | None = now  # When the last of these was closed; None while there is one.
+        self._has_forgotten = False  # `Ready.forget` was said, which is said once.
         if memory is not None and memory.secrets:
             for key, secret in zip(memory.members, memory.secrets, strict=False):
                 self._known[key.rpartition("/")[0]] = _Known(key, 0, secret)
@@ -144,11 +137,6 @@ class Run:
         """The connection that speaks for the node now."""
         known = self._known.get(node_id)
         return known.conn if known is not None and known.conn in self._peers else None
-
-    @property
-    def is_blank(self) -> bool:
-        """Whether nothing would be lost if another run took this one's place."""
-        return self.membership.is_blank
 
     def passing_s(self, now: float) -> float | None:
         """How long a node of another run has to wait until it can take this run's place; None if this run goes on. A
