@@ -283,5 +283,5 @@ class NodeLease:
         if self._round is None or not self.has_lapsed(now):
             return []
         self._lost_at = self.workers_may_live_until()
-        why = "the agent's loop did not turn" if self.is_agent_stuck else "the coordinator was out of reach"
-        return [PlaceLost(self._round, f"{why} for too long")]
+        stuck, away = "the agent's loop did not turn for too long", "the coordinator was out of reach for too long"
+        return [PlaceLost(self._round, stuck if self.is_agent_stuck else away)]
