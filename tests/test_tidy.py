@@ -85,6 +85,7 @@ PURE = {
     },
     "rendezvous/membership/round.py": {
         "holdfast.failures",
+        "holdfast.frozen",
         "holdfast.rendezvous.membership",
         "holdfast.telemetry.history",
     },
@@ -107,7 +108,6 @@ PURE = {
     "rendezvous/membership/frames.py": {"struct", "msgspec", "holdfast.escape", "holdfast.rendezvous.membership"},
     "rendezvous/etcd/election.py": {"holdfast.frozen", "holdfast.rendezvous.membership"},
     "rendezvous/coordinator/limits.py": {"holdfast.frozen"},
-    "rendezvous/coordinator/turns.py": set(),
     "rendezvous/coordinator/kv_store.py": {"holdfast.rendezvous.membership", "holdfast.rendezvous.coordinator.limits"},
     "rendezvous/client/reachability.py": {"holdfast.frozen"},
     "agent/ranks.py": {"holdfast.agent.model"},

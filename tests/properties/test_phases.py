@@ -313,7 +313,7 @@ class Run(RuleBasedStateMachine):
             assert self.run.outcome is not None
             assert self.memory.outcome == self.run.outcome.in_brief()
         self.held_nodes_hold_up_no_other()
-        if self.run.phase is Phase.FORMING and not self.run._nodes:
+        if self.run.phase is Phase.FORMING and not self.run.nodes:
             assert self.run.next_deadline() is None, "nobody is there, so nobody is waited for"
 
     def held_nodes_hold_up_no_other(self) -> None:

@@ -13,7 +13,8 @@ from holdfast.rendezvous.coordinator.pump import Pump
 from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Memory, World
 from holdfast.rendezvous.membership.phases import Membership, Phase
-from holdfast.rendezvous.membership.run import Closed, Opened, Ready, Received, Run, RunEvent
+from holdfast.rendezvous.membership.protocol import Closed, Opened, Ready, Received, RunEvent
+from holdfast.rendezvous.membership.run import Run
 from tests.sim.engine import Alarm, Clock, Violation
 from tests.sim.network import Address, AnyWorld, Link
 

@@ -15,8 +15,7 @@ from holdfast.rendezvous.etcd import election
 from holdfast.rendezvous.etcd.election import Candidacy, Leader, Office
 from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Memory
-from holdfast.rendezvous.membership.protocol import TimePassed
-from holdfast.rendezvous.membership.run import RunEvent
+from holdfast.rendezvous.membership.protocol import RunEvent, TimePassed
 from tests.sim.agent import Agent
 from tests.sim.coordinator import Coordinator
 from tests.sim.engine import Alarm, Violation

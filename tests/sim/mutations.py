@@ -101,9 +101,9 @@ def _lease_of_half_the_length(original: Any) -> Any:
 
 def _drop_at_once(original: Any) -> Any:
     def closed(self: Membership, key: str, by_peer: bool, now: float) -> None:
-        node = self._nodes.get(key)
+        node = self.nodes.get(key)
         if node is not None and node.is_open:
-            self._nodes.drop(node, now + 0.1, by_peer)
+            self.nodes.drop(node, now + 0.1, by_peer)
 
     return closed
 
@@ -177,7 +177,7 @@ def _own_master(original: Any) -> Any:
 
 def _admit_at_the_join_only(original: Any) -> Any:
     def admit(self: Membership, now: float) -> Any:
-        newest = max(self._nodes.values(), key=lambda node: node.arrival)
+        newest = max(self.nodes.values(), key=lambda node: node.arrival)
         has_just_joined = newest.stage is Stage.WAITING and newest.heard_at == now
         return original(self, now) if has_just_joined else []
 
@@ -188,7 +188,7 @@ def _lift_the_lease(original: Any) -> Any:
     def lose(self: NodeLease, now: float) -> Any:
         commands = original(self, now)
         if commands:
-            self.has_place, self._lost_at = False, None
+            self._round, self._lost_at = None, None
         return commands
 
     return lose

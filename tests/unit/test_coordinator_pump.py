@@ -11,12 +11,11 @@ from holdfast.rendezvous.coordinator import pump as pumps
 from holdfast.rendezvous.coordinator.pump import Pump
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Memory, Notice
-from holdfast.rendezvous.membership.protocol import HeartbeatAnswer, Introduction
-from holdfast.rendezvous.membership.run import Opened, Ready, TermRaised, Written
+from holdfast.rendezvous.membership.protocol import HeartbeatAnswer, Introduction, Opened, Ready, TermRaised
 
 
 class Script:
-    """A machine that answers each event with the next `Ready`; it takes `Written` and `TermRaised` without a word."""
+    """A machine that answers each event with the next `Ready`; it takes `TermRaised` without a word."""
 
     def __init__(self, *answers: Ready) -> None:
         self.answers = [*answers]
@@ -24,8 +23,7 @@ class Script:
 
     def step(self, event: Any, now: float) -> Ready:
         self.taken.append(event)
-        is_of_storage = isinstance(event, Written | TermRaised)
-        return Ready() if is_of_storage else self.answers.pop(0)
+        return Ready() if isinstance(event, TermRaised) else self.answers.pop(0)
 
     def next_deadline(self) -> float | None:
         return 7.0
@@ -79,7 +77,7 @@ class Bench:
 
 
 def telling(text: str, *conns: int) -> Any:
-    return ((conns or (1,), Notice(text)),)
+    return [(conns or (1,), Notice(text))]
 
 
 def at_round(number: int) -> Memory:
@@ -88,9 +86,9 @@ def at_round(number: int) -> Memory:
 
 def test_what_follows_from_a_write_waits_for_it_and_keeps_its_order() -> None:
     bench = Bench(
-        Ready(persist=at_round(1), writes=1, send_after_persist=telling("one")),
-        Ready(writes=1, send_after_persist=telling("two"), close=((1, "expelled"),)),
-        Ready(persist=at_round(2), writes=2, send_after_persist=telling("three"), forget=True),
+        Ready(persist=at_round(1), send_after_persist=telling("one")),
+        Ready(send_after_persist=telling("two"), close=[(1, "expelled")]),
+        Ready(persist=at_round(2), send_after_persist=telling("three"), forget=True),
     )
     assert bench.feed(3) == ["write 1", "write 2"]
     bench.writes[0]()
@@ -100,23 +98,23 @@ def test_what_follows_from_a_write_waits_for_it_and_keeps_its_order() -> None:
 
 
 def test_answers_to_heartbeats_wait_for_nothing() -> None:
-    answer = (((1,), HeartbeatAnswer(1)),)
-    bench = Bench(Ready(persist=at_round(1), writes=1, send_after_persist=telling("one")), Ready(answer, writes=1))
+    answer: Any = [((1,), HeartbeatAnswer(1))]
+    bench = Bench(Ready(persist=at_round(1), send_after_persist=telling("one")), Ready(answer))
     assert bench.feed(2) == ["write 1", ((1,), "HeartbeatAnswer")]
 
 
 def test_a_term_is_raised_before_anything_else_is_told() -> None:
-    bench = Bench(Ready(raise_term=7, writes=1), Ready(writes=1, send_after_persist=telling("one")))
+    bench = Bench(Ready(raise_term=7), Ready(send_after_persist=telling("one")))
     assert bench.feed(2) == ["raise 7"]
     bench.writes[0]()
-    assert bench.script.taken[2:] == [TermRaised(8), Written(1)]
+    assert bench.script.taken[2:] == [TermRaised(8)]
     assert bench.told() == [((1,), "one")]
 
 
 def test_one_durable_write_covers_those_before_it() -> None:
     bench = Bench(
-        Ready(persist=at_round(1), writes=1, send_after_persist=telling("one")),
-        Ready(persist=at_round(2), writes=2, send_after_persist=telling("two")),
+        Ready(persist=at_round(1), send_after_persist=telling("one")),
+        Ready(persist=at_round(2), send_after_persist=telling("two")),
     )
     bench.feed(2)
     bench.writes[1]()
@@ -125,10 +123,10 @@ def test_one_durable_write_covers_those_before_it() -> None:
 
 def test_many_nodes_are_told_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pumps, "_SENT_IN_A_TURN", 2)
-    sends = tuple(each for number in range(5) for each in telling(str(number), number))
-    answer = (((9,), HeartbeatAnswer(1)),)
+    sends = [each for number in range(5) for each in telling(str(number), number)]
+    answer: Any = [((9,), HeartbeatAnswer(1))]
     bench = Bench(
-        Ready(send_after_persist=sends, close=((0, ""),)), Ready(answer), Ready(send_after_persist=telling("last"))
+        Ready(send_after_persist=sends, close=[(0, "")]), Ready(answer), Ready(send_after_persist=telling("last"))
     )
     assert [text for _, text in bench.feed()] == ["0", "1"]
     assert bench.feed(2) == [((9,), "HeartbeatAnswer")]
@@ -140,7 +138,7 @@ def test_many_nodes_are_told_in_several_turns(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_is_done_out_of_office() -> None:
-    bench = Bench(Ready(persist=at_round(1), writes=1, send_after_persist=telling("one")))
+    bench = Bench(Ready(persist=at_round(1), send_after_persist=telling("one")))
     bench.feed()
     bench.is_in_office = False
     bench.writes[0]()
@@ -148,7 +146,7 @@ def test_nothing_is_done_out_of_office() -> None:
 
 
 def test_nothing_is_done_after_the_end() -> None:
-    bench = Bench(Ready(persist=at_round(1), writes=1, send_after_persist=telling("one")))
+    bench = Bench(Ready(persist=at_round(1), send_after_persist=telling("one")))
     bench.feed()
     bench.pump.close()
     bench.writes[0]()
@@ -160,7 +158,10 @@ def test_a_machine_that_fails_is_reported() -> None:
     assert bench.feed() == ["fail pop from empty list"]
 
 
-def test_the_next_deadline_is_set_after_each_step() -> None:
-    bench = Bench(Ready())
+def test_the_machine_is_asked_for_its_next_deadline_once_a_turn() -> None:
+    bench = Bench(Ready(), Ready())
     bench.pump.feed(Opened(1, Introduction()))
-    assert bench.done == ["wake at 7"]
+    bench.pump.feed(Opened(2, Introduction()))
+    assert bench.done == []
+    bench.later.pop()()
+    assert (bench.done, bench.later) == (["wake at 7"], [])

@@ -13,7 +13,8 @@ SETTINGS = Settings(2, 3, join_timeout_s=30.0, last_call_s=5.0)
 def told(*seen: tuple[float, int]) -> list[bool]:
     """Whether it is told, for how many have joined at what time."""
     formation = Formation(0.0)
-    return [formation.should_report(joined, now) for now, joined in seen]
+    formation.count(0, SETTINGS, 0.0)
+    return [formation.progress(joined, SETTINGS, now) is not None for now, joined in seen]
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,10 @@ def test_a_new_round_is_told_anew_and_it_names_when() -> None:
     formation = Formation(0.0)
     for begin in (0.0, 5.0):
         assert formation.report_at is None
-        assert not formation.should_report(1, begin)
+        formation.count(1, SETTINGS, begin)
+        assert formation.progress(1, SETTINGS, begin) is None
         assert formation.report_at == begin + 1.0
-        assert formation.should_report(1, begin + 1.0)
+        assert formation.progress(1, SETTINGS, begin + 1.0) is not None
         assert formation.report_at is None
         formation.reset()
 

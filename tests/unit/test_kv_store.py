@@ -46,25 +46,6 @@ def value(store: KeyValues, key: str) -> bytes | None:
     return answer.values[0] if not answer.problem else None
 
 
-def test_an_answer_carries_the_number_of_its_request() -> None:
-    store = KeyValues()
-    request = StoreRequest(b"a", 77, "set", ("k",), (b"",))
-    assert store.handle("a", request, 0.0) == [("a", StoreAnswer(77))]
-
-
-@pytest.mark.parametrize(
-    ("before", "amount", "after"),
-    [(None, 5, 5), (b"7", 3, 10), (b"7", -9, -2), (b"-3", 0, -3), (b" 4 ", 1, 5), (b"0", 2**62, 2**62)],
-)
-def test_add(before: bytes | None, amount: int, after: int) -> None:
-    store = KeyValues()
-    if before is not None:
-        ask(store, "set", "n", values=(before,))
-    answer = ask(store, "add", "n", amount=amount)
-    assert (answer.amount, answer.problem) == (after, "")
-    assert value(store, "n") == str(after).encode()
-
-
 @pytest.mark.parametrize(
     ("before", "amount", "words"),
     [
@@ -119,16 +100,6 @@ def test_who_waits_too_long_is_told_some_of_the_missing_keys() -> None:
 # The generation.
 
 
-def test_every_answer_carries_the_generation() -> None:
-    store = KeyValues(b"first")
-    ask(store, "get", "k", client="b", timeout_s=1.0)
-    ask(store, "get", "never", client="c", timeout_s=1.0)
-    answers = [*ask_all(store, "set", "k", values=(b"",)), *store.expire(1.0)]
-    answers += [*ask_all(store, "check"), *ask_all(store, "add", "k"), *ask_all(store, "nonsense")]
-    assert [client for client, _ in answers] == ["a", "b", "c", "a", "a", "a"]
-    assert {answer.generation for _, answer in answers} == {b"first"}
-
-
 @pytest.mark.parametrize("operation", ["set", "get", "wait", "check", "add", "compare_set", "delete"])
 def test_a_request_of_another_generation_is_refused(operation: str) -> None:
     store = KeyValues(b"second")
@@ -138,31 +109,7 @@ def test_a_request_of_another_generation_is_refused(operation: str) -> None:
     assert store.next_deadline() is None
 
 
-def test_a_request_of_this_generation_is_served() -> None:
-    store = KeyValues(b"first")
-    assert ask(store, "add", "k", amount=1, generation=b"first").amount == 1
-
-
 # Repetitions.
-
-
-@pytest.mark.parametrize(
-    ("operation", "fields", "after"),
-    [
-        ("add", {"amount": 5}, b"10"),
-        ("compare_set", {"values": (b"5", b"8")}, b"8"),
-        ("set", {"values": (b"1",)}, b"1"),
-    ],
-)
-def test_a_request_that_comes_again_changes_nothing_more(operation: str, fields: Any, after: bytes) -> None:
-    store = KeyValues()
-    ask(store, "set", "n", values=(b"5",))
-    request = StoreRequest(b"sender", 1, operation, ("n",), **fields)
-    (_, first), *_ = store.handle("a", request, 0.0)
-    assert value(store, "n") == after
-    ask(store, "set", "n", values=(b"99",))
-    assert store.handle("another connection", request, 1.0) == [("another connection", first)]
-    assert value(store, "n") == b"99"
 
 
 def test_the_same_number_of_another_client_is_another_request() -> None:
@@ -190,12 +137,6 @@ def test_a_full_store_takes_all_of_a_request_or_nothing() -> None:
     assert "full" in ask(store, "compare_set", "x", values=(b"", bytes(4000))).problem
     ask(store, "delete", "big")
     assert ask(store, "set", "y", "z", values=(bytes(1000), bytes(1000))).problem == ""
-
-
-def test_the_same_value_again_needs_no_more_room() -> None:
-    store = bounded(3000)
-    for _ in range(10):
-        assert ask(store, "set", "k", values=(bytes(2000),)).problem == ""
 
 
 def test_many_small_keys_count_for_what_they_cost() -> None:
@@ -250,19 +191,6 @@ def test_whatever_could_be_sent_can_be_got() -> None:
     store.handle("a", request, 0.0)
     answers = store.handle("a", StoreRequest(b"", 2**63 - 1, "get", ("",)), 0.0)
     encode(answers[0][1])
-
-
-def test_what_is_counted_is_what_is_there() -> None:
-    store = KeyValues()
-    ask(store, "set", "k", "l", values=(bytes(100), bytes(200)))
-    ask(store, "set", "k", values=(bytes(50),))
-    ask(store, "wait", "never", "k", client="b", timeout_s=5.0)
-    ask(store, "wait", "k", "never", client="c", timeout_s=9.0)
-    store.drop_client("b")
-    store.expire(9.0)
-    for key in "kl":
-        ask(store, "delete", key)
-    assert store._bytes == store._remembered_bytes > 0
 
 
 # Many.

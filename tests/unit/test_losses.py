@@ -50,7 +50,7 @@ def test_how_often_the_run_goes_on(name: str, is_replaced: bool) -> None:
         assert decision == (GiveUp(reason, is_final=True) if is_last and reason else Restart(0.0, is_charged=False))
         budget.end_round()
         if is_replaced:
-            losses = Losses(at, Memory(loss_ages_s=losses.ages_s(policy, at)))
+            losses = Losses(at, losses.noted_in(Memory(), policy, at))
 
 
 PLACE = Place(1, 7, 0, 2)
@@ -75,7 +75,7 @@ def test_a_host_waits_longer_each_time(count: int, delay_s: float) -> None:
     losses = lost(*map(float, range(count)))
     assert held_s(losses, count - 1.0) == delay_s
     assert held_s(losses, count - 1.0, "another") == 0.0
-    memory = Memory(host_loss_ages_s=losses.host_ages_s(count - 1.0))
+    memory = losses.noted_in(Memory(), RestartPolicy(), count - 1.0)
     assert held_s(Losses(50.0, memory), 50.0) == delay_s, "by the clock of the next coordinator"
 
 
@@ -87,8 +87,8 @@ def test_the_delay_counts_from_the_last_loss() -> None:
 def test_losses_are_forgotten_after_an_hour() -> None:
     losses = lost(0.0, 1.0, 3600.0)
     assert held_s(losses, 3600.0) == 10.0, "the first of the three is too old"
-    assert losses.host_ages_s(3601.0) == (("h", (1.0,)),)
-    assert losses.host_ages_s(9999.0) == ()
+    assert losses.noted_in(Memory(), RestartPolicy(), 3601.0).host_loss_ages_s == (("h", (1.0,)),)
+    assert losses.noted_in(Memory(), RestartPolicy(), 9999.0).host_loss_ages_s == ()
 
 
 def test_many_nodes_of_a_host_are_lost_once_in_a_round() -> None:
@@ -110,7 +110,7 @@ def test_no_host_is_to_blame_if_all_members_of_a_round_were_lost() -> None:
     losses.forgive(3, nodes, 30.0)
     nodes.check()
     assert (nodes.held, nodes.waiting_keys()) == ({}, ("nf/0", "ng/0", "nh/0"))
-    assert dict(losses.host_ages_s(30.0)) == {"g": (20.0,), "h": (20.0, 10.0)}
+    assert dict(losses.noted_in(Memory(), RestartPolicy(), 30.0).host_loss_ages_s) == {"g": (20.0,), "h": (20.0, 10.0)}
     losses.lose("g", 4, 40.0)
     assert [held_s(losses, 40.0, host) for host in "hgf"] == [0.0, 10.0, 0.0]
 
@@ -133,7 +133,7 @@ def test_the_hosts_that_were_lost_last_are_remembered() -> None:
         for round in (2 * number, 2 * number + 1):
             losses.lose(f"h{number}", round, 1.0)
     assert [held_s(losses, 1.0, host) for host in ("h35", "h36", "h99")] == [0.0, 10.0, 10.0]
-    memory = Memory(host_loss_ages_s=losses.host_ages_s(1.0))
+    memory = losses.noted_in(Memory(), RestartPolicy(), 1.0)
     assert len(memory.host_loss_ages_s) == 64
     assert msgspec.convert(msgspec.to_builtins(memory), Memory) == memory
 

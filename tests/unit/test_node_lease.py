@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous.membership.model import Notice, Resigned
+from holdfast.rendezvous.membership.model import Expelled, Notice, PlaceLost, Resigned
 from holdfast.rendezvous.membership.node_lease import (
     Connect,
     Connected,
@@ -19,10 +19,8 @@ from holdfast.rendezvous.membership.node_lease import (
     Line,
     Locate,
     LoopSeen,
-    LosePlace,
     NodeLease,
     PlaceGivenUp,
-    PlaceRevoked,
     PlaceTaken,
     SetLease,
     TimePassed,
@@ -34,6 +32,8 @@ SETTINGS = LeaseSettings(heartbeat_s=2.0, lease_s=10.0, reconnect_grace_s=1.0, b
 TIME = TimePassed()
 REFUSED = ConnectFailed(was_refused=True)
 UNREACHABLE = ConnectFailed(was_refused=False)
+LOST = PlaceLost(1, "the coordinator was out of reach for too long")
+LOST_WHILE_STUCK = PlaceLost(1, "the agent's loop did not turn for too long")
 
 Script = list[tuple[float, Any, list[Any]]]
 
@@ -45,7 +45,7 @@ def stuck(for_s: float) -> Notice:
 # A connection at 100, and a place that was asked for at 101.
 FRESH: Script = [(100.0, TIME, [Connect()]), (100.0, Connected(), [Heartbeat(1)])]
 CONNECTED: Script = [*FRESH, (100.0, HeartbeatAnswer(1), [])]
-MEMBER: Script = [*CONNECTED, (101.0, PlaceTaken(101.0), [SetLease(110.0)])]
+MEMBER: Script = [*CONNECTED, (101.0, PlaceTaken(1, 101.0), [SetLease(110.0)])]
 # The connection was found closed at 102.
 CUT_OFF: Script = [*MEMBER, (102.0, Disconnected(), [SetLease(103.0)])]
 
@@ -76,14 +76,14 @@ SCRIPTS: dict[str, Script] = {
         *MEMBER,
         (102.0, LoopSeen(10.0), [stuck(10.0)]),
         (102.0, TIME, []),
-        (110.0, LoopSeen(18.0), [LosePlace()]),
+        (110.0, LoopSeen(18.0), [LOST_WHILE_STUCK]),
     ],
     "nor does it send one on a new connection": [
         *CUT_OFF,
         (102.5, LoopSeen(10.0), [stuck(10.0)]),
         (102.5, TIME, [Connect()]),
         (102.5, Connected(), []),
-        (103.0, LoopSeen(10.5), [LosePlace()]),
+        (103.0, LoopSeen(10.5), [LOST_WHILE_STUCK]),
         (105.0, LoopSeen(0.0), []),
         (105.0, TIME, [Heartbeat(2)]),
     ],
@@ -101,24 +101,24 @@ SCRIPTS: dict[str, Script] = {
     ],
     "an answer to what was sent before the join gives nothing": [
         *FRESH,
-        (101.0, PlaceTaken(101.0), [SetLease(110.0)]),
+        (101.0, PlaceTaken(1, 101.0), [SetLease(110.0)]),
         (101.5, HeartbeatAnswer(1), []),
     ],
     "an answer to what was never sent gives nothing": [*MEMBER, (102.0, HeartbeatAnswer(99), [])],
-    "a place counts from when it was asked for": [*CONNECTED, (105.0, PlaceTaken(101.0), [SetLease(110.0)])],
+    "a place counts from when it was asked for": [*CONNECTED, (105.0, PlaceTaken(1, 101.0), [SetLease(110.0)])],
     "a place that was asked for long ago is lost already": [
         *CONNECTED,
-        (110.0, PlaceTaken(101.0), [SetLease(110.0), LosePlace()]),
+        (110.0, PlaceTaken(1, 101.0), [SetLease(110.0), LOST]),
     ],
     "a silent coordinator costs the place": [
         *MEMBER,
         (109.9, TIME, [Heartbeat(2)]),
-        (110.0, TIME, [LosePlace()]),
+        (110.0, TIME, [LOST]),
     ],
     "it is lost only once, and late answers do not bring it back": [
         *MEMBER,
         (109.0, TIME, [Heartbeat(2)]),
-        (110.0, HeartbeatAnswer(2), [LosePlace()]),
+        (110.0, HeartbeatAnswer(2), [LOST]),
         (111.0, TIME, [Heartbeat(3)]),
         (111.0, HeartbeatAnswer(3), []),
         (130.0, Disconnected(), []),
@@ -126,23 +126,23 @@ SCRIPTS: dict[str, Script] = {
     "workers that are gone have no lease": [*MEMBER, (102.0, PlaceGivenUp(), [SetLease(None)])],
     "the lease of a lost place stays in the past until the workers are gone": [
         *MEMBER,
-        (115.0, PlaceRevoked(), [LosePlace()]),
+        (115.0, Expelled(""), [LOST]),
         (116.0, PlaceGivenUp(), [SetLease(None)]),
         (120.0, TIME, [Heartbeat(2)]),
     ],
     "a revoked place ends now": [
         *MEMBER,
-        (103.0, PlaceRevoked(), [SetLease(103.0)]),
-        (104.0, PlaceRevoked(), []),
+        (103.0, Expelled(""), [SetLease(103.0)]),
+        (104.0, Expelled(""), []),
         (110.0, TIME, [Heartbeat(2)]),
     ],
     "a new place has a lease of its own": [
         *MEMBER,
-        (103.0, PlaceRevoked(), [SetLease(103.0)]),
+        (103.0, Expelled(""), [SetLease(103.0)]),
         (104.0, PlaceGivenUp(), [SetLease(None)]),
-        (106.0, PlaceTaken(105.0), [SetLease(114.0)]),
+        (106.0, PlaceTaken(1, 105.0), [SetLease(114.0)]),
     ],
-    "a closed connection leaves the grace": [*CUT_OFF, (103.0, TIME, [Connect(), LosePlace()])],
+    "a closed connection leaves the grace": [*CUT_OFF, (103.0, TIME, [Connect(), LOST])],
     "back within the grace, proved by an answer": [
         *CUT_OFF,
         (102.5, TIME, [Connect()]),
@@ -153,7 +153,7 @@ SCRIPTS: dict[str, Script] = {
         *CUT_OFF,
         (102.5, TIME, [Connect()]),
         (102.5, Connected(), [Heartbeat(2)]),
-        (103.0, TIME, [LosePlace()]),
+        (103.0, TIME, [LOST]),
     ],
     "an answer of the connection before proves nothing": [
         *MEMBER,
@@ -168,12 +168,12 @@ SCRIPTS: dict[str, Script] = {
         (102.5, TIME, [Connect()]),
         (102.5, Connected(), [Heartbeat(2)]),
         (102.75, Disconnected(), []),
-        (103.0, TIME, [Connect(), LosePlace()]),
+        (103.0, TIME, [Connect(), LOST]),
     ],
     "the grace does not make the lease longer": [
         *MEMBER,
         (109.5, Disconnected(), []),
-        (110.0, TIME, [Connect(), LosePlace()]),
+        (110.0, TIME, [Connect(), LOST]),
     ],
     "a mute coordinator is hung up on after a lease, and dialled anew": [
         *FRESH,
@@ -196,7 +196,7 @@ SCRIPTS: dict[str, Script] = {
         *CUT_OFF,
         (102.5, TIME, [Connect()]),
         (102.75, UNREACHABLE, []),
-        (103.0, TIME, [Connect(), LosePlace()]),
+        (103.0, TIME, [Connect(), LOST]),
     ],
     "refused: the coordinator is down, the lease counts from the attempt": [
         *CUT_OFF,
@@ -215,19 +215,19 @@ SCRIPTS: dict[str, Script] = {
     "refused when it is too late": [
         *CUT_OFF,
         (102.5, TIME, [Connect()]),
-        (103.5, REFUSED, [LosePlace()]),
+        (103.5, REFUSED, [LOST]),
     ],
     "a place taken after the connection was back is not cut off": [
         *CONNECTED,
         (101.0, Disconnected(), []),
         (101.5, TIME, [Connect()]),
         (101.5, Connected(), [Heartbeat(2)]),
-        (104.0, PlaceTaken(101.5), [SetLease(110.5)]),
+        (104.0, PlaceTaken(1, 101.5), [SetLease(110.5)]),
     ],
     "a place asked for before the connection closed has the grace": [
         *CONNECTED,
         (101.0, Disconnected(), []),
-        (101.5, PlaceTaken(100.5), [SetLease(102.0)]),
+        (101.5, PlaceTaken(1, 100.5), [SetLease(102.0)]),
     ],
     "without a place there is nothing to lose": [*CONNECTED, (101.0, Disconnected(), []), (200.0, TIME, [Connect()])],
 }  # fmt: skip
@@ -274,15 +274,15 @@ MOVES: dict[str, Script] = {
         (102.5, REFUSED, [Locate(), SetLease(110.0)]),
         (109.0, TIME, [Connect()]),
         (109.0, REFUSED, [Locate()]),
-        (110.0, TIME, [Connect(), LosePlace()]),
+        (110.0, TIME, [Connect(), LOST]),
     ],
-    "refused when it is too late": [*CUT_OFF_THERE, (103.5, REFUSED, [Locate(), LosePlace()])],
+    "refused when it is too late": [*CUT_OFF_THERE, (103.5, REFUSED, [Locate(), LOST])],
     "one that resigns does not close to give the place away": [
         *RESIGNED,
         (102.0, Disconnected(), [Locate()]),
         (109.0, TIME, [Connect()]),
         (109.5, UNREACHABLE, [Locate()]),
-        (110.0, TIME, [Connect(), LosePlace()]),
+        (110.0, TIME, [Connect(), LOST]),
     ],
     "the next one's closed connection counts again": [
         *RESIGNED,
@@ -320,7 +320,7 @@ def test_a_deadline_that_was_kept_is_not_named_again(settings: LeaseSettings, is
     lease, now = NodeLease(settings), 100.0
     lease.step(TIME, now)
     lease.step(Connected(), now)
-    lease.step(PlaceTaken(now), now)
+    lease.step(PlaceTaken(1, now), now)
     while now < 130.0:
         for _ in range(4):
             commands = lease.step(TIME, now)
@@ -337,10 +337,9 @@ def test_a_deadline_that_was_kept_is_not_named_again(settings: LeaseSettings, is
 
 def test_those_who_prefer_running_on_never_lose_their_place() -> None:
     lease = NodeLease(SETTINGS, may_outlive_lease=True)
-    play(lease, [*CONNECTED, (101.0, PlaceTaken(101.0), []), (102.0, Disconnected(), [])])
+    play(lease, [*CONNECTED, (101.0, PlaceTaken(1, 101.0), []), (102.0, Disconnected(), [])])
     assert lease.workers_may_live_until() is None
     play(lease, [(500.0, TIME, [Connect()]), (501.0, UNREACHABLE, []), (900.0, TIME, [Connect()])])
-    assert lease.has_place
     assert not lease.has_lapsed(1000.0)
 
 
@@ -385,7 +384,7 @@ DEADLINES: dict[str, tuple[Script, float | None, Line]] = {
     "closed, the next attempt": (CUT_OFF, 102.125, Line.CLOSED),
     "connecting, the grace": ([*CUT_OFF, (102.5, TIME, [Connect()])], 103.0, Line.CONNECTING),
     "a lost place has no deadline": (
-        [*CUT_OFF, (102.5, TIME, [Connect()]), (103.0, TIME, [LosePlace()])], None, Line.CONNECTING,
+        [*CUT_OFF, (102.5, TIME, [Connect()]), (103.0, TIME, [LOST])], None, Line.CONNECTING,
     ),
 }  # fmt: skip
 
@@ -403,6 +402,6 @@ def test_it_tells_when_it_has_lapsed() -> None:
     play(lease, MEMBER)
     assert not lease.has_lapsed(109.99)
     assert lease.has_lapsed(110.0)
-    play(lease, [(110.0, TIME, [Heartbeat(2), LosePlace()])])
+    play(lease, [(110.0, TIME, [Heartbeat(2), LOST])])
     assert not lease.has_lapsed(111.0), "it has been said"
     assert lease.workers_may_live_until() == 110.0

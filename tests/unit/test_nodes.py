@@ -217,16 +217,16 @@ A = NodeFacts("a", address="10.0.0.1", requested_rank=0)
 def test_who_is_refused(newcomer: NodeFacts, settings: Settings, words: str) -> None:
     nodes = NodeTable()
     nodes.add(A, Stage.WAITING, 0.0)
-    assert rejection_of(newcomer, settings, RUN, nodes, lambda node: False) == words
+    assert rejection_of(newcomer, settings, RUN, nodes, 0.0) == words
 
 
 def test_a_rank_is_free_if_the_node_that_has_it_is_silent_or_closed() -> None:
     nodes, b = NodeTable(), NodeFacts("b", requested_rank=0)
     node = nodes.add(A, Stage.RUNNING, 0.0)
-    assert rejection_of(b, RUN, RUN, nodes, lambda node: False)
-    assert not rejection_of(b, RUN, RUN, nodes, lambda node: True)
+    assert rejection_of(b, RUN, RUN, nodes, 0.0)
+    assert not rejection_of(b, RUN, RUN, nodes, 2.6 * RUN.heartbeat_s)
     nodes.drop(node, 2.0)
-    assert not rejection_of(b, RUN, RUN, nodes, lambda node: False)
+    assert not rejection_of(b, RUN, RUN, nodes, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -245,4 +245,4 @@ def test_a_rank_is_free_if_the_node_that_has_it_is_silent_or_closed() -> None:
 def test_reach_between_hosts(newcomer: str, member: str, expected: str) -> None:
     nodes = NodeTable()
     nodes.add(NodeFacts("m", address=member), Stage.WAITING, 0.0)
-    assert rejection_of(NodeFacts("n", address=newcomer), RUN, RUN, nodes, lambda node: False) == expected
+    assert rejection_of(NodeFacts("n", address=newcomer), RUN, RUN, nodes, 0.0) == expected

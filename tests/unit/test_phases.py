@@ -19,7 +19,6 @@ from holdfast.errors import InternalError
 from holdfast.failures.records import Evidence, Failure
 from holdfast.rendezvous.membership.model import (
     PHASE_CHANGES,
-    Admit,
     End,
     Ended,
     Memory,
@@ -70,7 +69,6 @@ ONE, PAIR, THREE, UP_TO_2, UP_TO_3 = settings(1, 1), settings(2, 2), settings(3,
 RETRY, RETRY_3 = settings(2, 2, max_restarts=1), settings(1, 3, max_restarts=1)
 BACKOFF = settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0))
 UNCOUNTED = settings(1, 1, policy=RestartPolicy(0, uncounted_exit_codes=frozenset({9})))
-ON_RESTART = settings(1, 2, admit=Admit.ON_RESTART)
 
 
 def key(name: str) -> str:
@@ -207,9 +205,6 @@ def gave_up(name: str, reason: str = "no restarts are allowed", **fields: Any) -
     return Outcome(End.FAILED, reason, **{"cause": failure(name), **fields})
 
 
-PROVEN = replace(failure("b"), evidence=Evidence("the error"))
-
-
 def formed(of: Settings, names: str = "a b") -> Script:
     """At 0 they join, one after the other, and the last of them makes the round full."""
     *first, last = names.split()
@@ -221,7 +216,6 @@ ALONE_OF_3: Script = [(0.0, joined("a", UP_TO_3), []), (5.0, TIME, sealed(1, "a"
 
 FORMING: dict[str, Script] = {
     "at max: at once": formed(PAIR),
-    "one node": formed(ONE, "a"),
     "at min: after the last call": [
         (0.0, joined("a", UP_TO_3), []),
         (4.9, TIME, progress("a", 1, 3, 25.1)),
@@ -287,10 +281,6 @@ FORMING: dict[str, Script] = {
     ],
 }
 
-UNREACHABLE = (
-    "its address is 127.0.0.1, where no other host can reach it, and a is at 10.0.0.1; "
-    "give this node an address with --local-addr"
-)
 TAKEN = "this node has rank {0} (--node-rank, or 0 if it was not given), and a has it already; give --node-rank {1}"
 NNODES = "--nnodes 2, this run has --nnodes {}"
 OUTDATED = Expel("a/1", "a newer incarnation of this node has joined")
@@ -309,14 +299,6 @@ REFUSED: dict[str, Script] = {
         (2.0, joined("e", UP_TO_2), refused("e", "--nnodes 1:2, this run has --nnodes 3", "a b")),
     ],
     "members of a round do not": [*formed(ONE, "a"), (1.0, joined("b", PAIR), refused("b", NNODES.format(1)))],
-    "settings differ, in words": [
-        (0.0, joined("a", ON_RESTART), []),
-        (0.0, joined("b", UP_TO_2), refused("b", "--admit now, this run has --admit on-restart", "a")),
-    ],
-    "unreachable": [
-        (0.0, joined("a", PAIR, address="10.0.0.1"), []),
-        (0.0, joined("b", PAIR, address="127.0.0.1"), refused("b", UNREACHABLE, "a")),
-    ],
     "the rank of a node that is silent may be taken": [
         (0.0, joined("a", THREE, requested_rank=1), []),
         (1.0, TIME, progress("a", 3, 3, 29.0)),
@@ -329,10 +311,6 @@ REFUSED: dict[str, Script] = {
         (0.0, returned("a/1", PAIR), [OUTDATED]),
         (0.0, joined("b", PAIR), sealed(1, "a/2 b")),
     ],
-    "a rank that does not exist": [
-        (0.0, joined("a", PAIR, requested_rank=2), refused("a", "--node-rank 2, but this run has at most 2 nodes")),
-        (0.0, joined("a", PAIR, requested_rank=-1), refused("a", "--node-rank -1, but this run has at most 2 nodes")),
-    ],
     "a rank that another has": [
         (0.0, joined("a", PAIR, requested_rank=0), []),
         (0.0, joined("b", PAIR, requested_rank=0), refused("b", TAKEN.format(0, 1), "a")),
@@ -343,14 +321,6 @@ REFUSED: dict[str, Script] = {
 }  # fmt: skip
 
 RUNNING: dict[str, Script] = {
-    "success of all": [
-        *formed(PAIR),
-        (1.0, succeeded("a"), []),
-        (2.0, succeeded("a"), []),
-        (3.0, succeeded("b"), ended("a b", SUCCESS)),
-        (4.0, left("a"), []),
-        (4.0, left("b"), [ForgetRun()]),
-    ],
     "success of another round is none": [*formed(ONE, "a"), (1.0, succeeded("a", 2), []), (1.0, succeeded("a", 0), [])],
     "success of a stranger is none": [*formed(ONE, "a"), (1.0, succeeded("x"), [])],
     "finished and lost: it is not missed": [
@@ -367,11 +337,6 @@ RUNNING: dict[str, Script] = {
         (3.0, joined("b", RETRY, 1), written(1, 1)),
         (4.0, joined("a", RETRY, 1), sealed(2, "a b", 1)),
     ],
-    "a newcomer below max is admitted": [
-        *ALONE_OF_3,
-        (6.0, joined("b", UP_TO_3), stop("a", "b joins")),
-        (7.0, joined("a", UP_TO_3, 1), sealed(2, "a b")),
-    ],
     "a newcomer at max stands by, and takes the place of the lost": [
         *formed(PAIR),
         (1.0, joined("c", PAIR), standby("c", 1, "2 nodes")),
@@ -379,32 +344,10 @@ RUNNING: dict[str, Script] = {
         (22.0, TIME, stop("b", f"a {NOT_BACK}")),
         (23.0, joined("b", PAIR, 1), sealed(2, "c b")),
     ],
-    "on-restart a newcomer stands by": [
-        (0.0, joined("a", ON_RESTART), []),
-        (5.0, TIME, sealed(1, "a")),
-        (6.0, joined("b", ON_RESTART), standby("b", 1, "1 node")),
-        (7.0, TIME, []),
-        (8.0, joined("a", ON_RESTART, 1), [*stop("", "a has left the round"), *sealed(2, "a b")]),
-    ],
     "one that was silent at the seal is told to stand by, and admitted when it is heard": [
         (0.0, joined("a", UP_TO_3), []),
         (26.0, joined("b", UP_TO_3), [*sealed(1, "b"), *standby("a", 1, "1 node")]),
         (27.0, heard("a"), stop("b", "a joins")),
-    ],
-    "back within the drop timeout, nobody notices": [
-        *formed(PAIR),
-        (1.0, closed("a"), []),
-        (20.9, returned("a", PAIR), []),
-        (22.0, TIME, []),
-    ],
-    "closed and not back: lost": [
-        *formed(PAIR),
-        (1.0, closed("a"), []),
-        (20.9, TIME, []),
-        (21.0, TIME, stop("b", f"a {NOT_BACK}")),
-        (22.0, returned("a", PAIR), [Expel("a/0", GIVEN_AWAY.format(1))]),
-        (22.0, joined("a/1", PAIR, 1), []),
-        (23.0, joined("b", PAIR, 1), sealed(2, "a/1 b")),
     ],
     "silent for a lease: lost and expelled": [
         *formed(PAIR),
@@ -423,12 +366,6 @@ RUNNING: dict[str, Script] = {
         (1.0, joined("a/1", PAIR, 1), stop("b", "a has lost its place")),
         (2.0, joined("b", PAIR, 1), sealed(2, "a/1 b")),
     ],
-    "one that leaves": [
-        *formed(UP_TO_2),
-        (1.0, leaving("a"), stop("b", "a leaves")),
-        (2.0, joined("b", UP_TO_2, 1), []),
-        (3.0, left("a"), sealed(2, "b")),
-    ],
     "one that is gone without a word before": [
         *formed(UP_TO_2),
         (1.0, left("a"), stop("b", "a left")),
@@ -439,12 +376,6 @@ RUNNING: dict[str, Script] = {
         (1.0, joined("c", PAIR), standby("c", 1, "2 nodes")),
         (2.0, leaving("c"), []),
         (3.0, left("c"), []),
-    ],
-    "everybody who is known is there: no last call": [
-        *formed(UP_TO_3, "a b c"),
-        (1.0, left("b"), stop("a c", "b left")),
-        (2.0, joined("c", UP_TO_3, 1), []),
-        (3.0, joined("a", UP_TO_3, 1), sealed(2, "a c")),
     ],
     "who comes again is a newcomer": [
         *formed(UP_TO_3, "a b c"),
@@ -475,21 +406,6 @@ RUNNING: dict[str, Script] = {
 }
 
 FAILING: dict[str, Script] = {
-    "no budget: all stop, then the run fails": [
-        *formed(PAIR),
-        (1.0, failed("a"), broke("a")),
-        (2.0, joined("a", PAIR, 1), []),
-        (3.0, joined("b", PAIR, 1), ended("a b", gave_up("a"))),
-    ],
-    "a restart is charged": [
-        *formed(RETRY),
-        (1.0, failed("a"), broke("a")),
-        (2.0, joined("a", RETRY, 1), []),
-        (3.0, joined("b", RETRY, 1), [*written(1, 1), *sealed(2, "a b", 1)]),
-        (4.0, failed("b", 2), broke("b", "a b", 2)),
-        (5.0, joined("b", RETRY, 2), []),
-        (6.0, joined("a", RETRY, 2), ended("b a", gave_up("b", USED_UP, earlier=(RoundEnd(1, "a broke", 1),)), 2, 1)),
-    ],
     "backoff delays the next round": [
         (0.0, joined("a", BACKOFF), sealed(1, "a")),
         (1.0, failed("a"), broke("a", "a")),
@@ -503,20 +419,6 @@ FAILING: dict[str, Script] = {
         (1.5, failed("b"), []),
         (2.0, joined("a", PAIR, 1), []),
         (3.0, joined("b", PAIR, 1), ended("a b", gave_up("b", others=(failure("a", is_consequence=True),)))),
-    ],
-    "the evidence comes with the join, and goes to every node": [
-        *formed(PAIR),
-        (1.0, failed("b"), broke("b")),
-        (2.0, joined("a", PAIR, 1), []),
-        (3.0, joined("b", PAIR, 1, failure=PROVEN), ended("a b", gave_up("b", cause=PROVEN))),
-    ],
-    "first stop, then judge: the failure was that of a lost node": [
-        *formed(UP_TO_2),
-        (1.0, failed("b"), broke("b")),
-        (1.5, closed("a"), []),
-        (2.0, joined("b", UP_TO_2, 1), []),
-        (21.4, TIME, []),
-        (21.5, TIME, [*put_down(f"a {NOT_BACK}", "b"), *sealed(2, "b")]),
     ],
     "first stop, then judge: the suspect returns and is told": [
         *formed(PAIR),
@@ -678,23 +580,6 @@ A3, B3 = place(3, 0, used=1), place(3, 1, used=1)
 # What a coordinator finds: the last round was 3, of a and b, and one restart was charged.
 MEMORY = Memory(term=1, round_term=1, last_round=3, members=keys("a b"), restarts_used=1)
 RECOVERING: dict[str, Script] = {
-    "all members return: the round goes on": [
-        (0.0, returned("b", RETRY, B3), []),
-        (1.0, returned("a", RETRY, A3), []),
-        (49.0, heard("a"), []),
-        (49.0, heard("b"), []),
-        (60.0, TIME, []),
-        (61.0, succeeded("a", 3), []),
-        (61.0, succeeded("b", 3), ended("b a", SUCCESS, 3, 1)),
-    ],
-    "one does not return within the lease: it is lost": [
-        (0.0, returned("b", RETRY, B3), []),
-        (40.0, heard("b"), []),
-        (49.9, TIME, []),
-        (50.0, TIME, stop("b", MISSING, 3)),
-        (51.0, joined("b", RETRY, B3), []),
-        (52.0, joined("c", RETRY), sealed(4, "c b", 1, 2)),
-    ],
     "one that had finished says so": [
         (0.0, returned("b", RETRY, B3, Stage.FINISHED), []),
         (1.0, returned("a", RETRY, A3), []),
@@ -867,10 +752,6 @@ def test_rules_after_the_coordinator_has_lost_its_memory(name: str) -> None:
     after(FORGETFUL[name])
 
 
-def test_the_names_of_the_rules_are_distinct() -> None:
-    assert len(ALL) == sum(map(len, (FORMING, REFUSED, RUNNING, FAILING, ADMITTING, UNAWARE, ENDING)))
-
-
 # After a coordinator was replaced.
 
 
@@ -888,14 +769,6 @@ def test_the_first_to_come_after_a_restart_does_not_fix_the_settings() -> None:
     play(run, [(0.0, joined("x", other), refused("x", f"{words} ({nobody})"))])
     play(run, [(1.0, returned("a", RETRY, A3), []), (1.5, joined("x", other), refused("x", words))])
     play(run, [(2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
-
-
-def test_a_coordinator_without_memory_adopts_as_well() -> None:
-    """Its state file may be lost: what the members say is enough."""
-    run = after(FORGETFUL["all members return"])
-    assert (run.phase, run.round, run.restarts_used) == (Phase.RUNNING, 3, 1)
-    assert run.world is not None
-    assert run.world.keys == keys("a b")
 
 
 def test_restarts_that_a_node_knows_of_are_used_up() -> None:
@@ -1170,19 +1043,6 @@ def alone(of: Settings, **fields: Any) -> Membership:
     return run
 
 
-def test_a_run_that_loses_nodes_too_often_ends_for_good() -> None:
-    """However many restarts are left."""
-    of = replace(TWICE, policy=replace(TWICE.policy, max_restarts=9))
-    run = alone(of)
-    for round in (1, 3, 5):
-        assert run.outcome is None
-        commands = lose_b(run, of, round)
-    earlier = tuple(RoundEnd(round + 1, f"b{round} {NOT_BACK}", 0, has_departed=True) for round in (1, 3, 5))
-    assert run.outcome == Outcome(End.FAILED, LOST_TWICE, earlier=earlier, is_final=True)
-    assert commands[-1] == Tell(keys("a"), Ended(run.outcome))
-    assert memory_of(commands).outcome == run.outcome.in_brief()
-
-
 @pytest.mark.parametrize("how", ["left", "leaves and is killed"])
 def test_a_node_that_announces_its_leave_is_not_lost(how: str) -> None:
     run = alone(TWICE)
@@ -1196,18 +1056,6 @@ def test_progress_begins_the_count_of_losses_anew() -> None:
     for round in (1, 3, 5, 7, 9):
         lose_b(run, TWICE, round, advance=Advance(round) if round == 5 else None)
         assert (run.phase is Phase.ENDED) == (round == 9)
-
-
-def test_rounds_that_lose_nodes_count_as_rounds_without_progress() -> None:
-    of = replace(UP_TO_2, policy=RestartPolicy(no_progress_limit=1))
-    run = alone(of)
-    for round in (1, 3):
-        lose_b(run, of, round)
-    assert run.outcome is not None
-    assert (run.outcome.reason, run.outcome.is_final) == (
-        "1 restart without any progress (--no-progress-limit 1)",
-        True,
-    )
 
 
 def test_losses_survive_the_coordinator() -> None:
@@ -1319,16 +1167,6 @@ def test_what_a_node_waits_for_is_written_down_before_it_is_told() -> None:
     assert step(run, joined("b4", HOSTS_2, host="h"), 226.0) == waits("b4", 2, 5), "it is known by now"
 
 
-def test_all_hosts_are_lost_at_once() -> None:
-    """For the second time within the hour, as by a switch. They wait together, and form one round."""
-    hosts = {"a": 3.0, "b": 2.0, "c": 1.0}
-    lost = tuple((name, (60.0, age_s)) for name, age_s in hosts.items())
-    run = Membership(0.0, replace(LOST_BEFORE, host_loss_ages_s=lost))
-    for name, age_s in hosts.items():
-        play(run, [(0.0, joined(name, UP_TO_3, host=name), waits(name, 4, int(10 - age_s), host=name))])
-    play(run, [(7.0, TIME, progress("a", 1, 3, 23.0)), (8.0, TIME, []), (9.0, TIME, sealed(5, "a b c", term=2))])
-
-
 # Settings.
 
 
@@ -1425,7 +1263,7 @@ def test_very_many_nodes_are_told_again_of_their_place() -> None:
 def test_very_many_nodes_are_lost() -> None:
     run = crowd()
     assert took_s(run, [*(closed(f"n{number}") for number in range(1, MANY))], 1.0) + took_s(run, [TIME], 21.0) < 2.0
-    assert (len(run._nodes), run.phase) == (1, Phase.STOPPING)
+    assert (len(run.nodes), run.phase) == (1, Phase.STOPPING)
 
 
 def test_very_many_nodes_do_not_stop() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, get_args
+from enum import Enum
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -29,7 +31,6 @@ from holdfast.rendezvous.membership.model import (
     Memory,
     NodeFacts,
     Outcome,
-    Place,
     Settings,
     Stage,
     Stop,
@@ -175,94 +176,9 @@ def test_what_another_major_version_sends_can_be_told_from_junk(version: int) ->
     assert received(raw("Hello", version=version, run_id="r", nonce=b"", mood=7), HANDSHAKE)
 
 
-NAMES = st.text(min_size=1, max_size=20)
-TIMES = st.floats(0, 1e10)
-COUNTS = st.integers(0, 2**53)
-
-
-@st.composite
-def some_facts(draw: st.DrawFn) -> NodeFacts:
-    rank = draw(st.none() | st.integers(-5, 5000))
-    port, workers = draw(st.integers(0, 65535)), draw(st.integers(1, 1000))
-    return NodeFacts(
-        draw(NAMES), draw(COUNTS), draw(NAMES), port, draw(NAMES), workers, rank, draw(st.floats(0, 86400)), draw(NAMES)
-    )
-
-
-@st.composite
-def some_settings(draw: st.DrawFn) -> Settings:
-    low = draw(st.integers(4, 5000))  # No place is among more nodes.
-    heartbeat_s = draw(st.floats(0.1, 10.0))
-    times = [draw(TIMES), draw(TIMES), heartbeat_s, heartbeat_s * draw(st.floats(2.0, 10.0)), draw(st.floats(0.1, 9.0))]
-    codes, words = st.frozensets(st.integers(-64, 255), max_size=4), st.frozensets(NAMES, max_size=4)
-    window_s = draw(st.none() | TIMES)
-    policy = RestartPolicy(
-        draw(COUNTS), window_s, draw(TIMES), draw(TIMES), draw(codes), draw(words), draw(codes), draw(words)
-    )
-    high = low + draw(st.integers(0, 5000))
-    times += [draw(st.floats(0, 86400))]
-    return Settings(low, high, *times, draw(st.sampled_from(Admit)), policy, draw(st.floats(0, 3600)))
-
-
-@st.composite
-def some_place(draw: st.DrawFn) -> Place:
-    members = draw(st.lists(some_facts(), min_size=1, max_size=4, unique_by=lambda each: each.key))
-    world = World.of(draw(COUNTS), draw(st.integers(1, 2**53)), members, draw(COUNTS))
-    return world.place_of(draw(st.sampled_from(world.keys)))
-
-
-SOME_FOLDED = st.builds(Folded, st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple), NAMES, st.text())
-SOME_EVIDENCE = st.builds(
-    Evidence,
-    st.text(),
-    stack=st.text(),
-    is_waiting=st.booleans(),
-    left=st.lists(st.text(), max_size=2).map(tuple),
-    others=st.lists(SOME_FOLDED, max_size=2).map(tuple),
-)
-SOME_FAILURE = st.builds(
-    Failure,
-    NAMES,
-    st.integers(-1, 9999),
-    st.integers(-64, 255),
-    NAMES,
-    st.text(),
-    st.booleans(),
-    SOME_EVIDENCE,
-    pid=COUNTS,
-    order=st.none() | COUNTS,
-)
-SOME_STOP = st.builds(Stop, COUNTS, st.text(), st.booleans(), st.booleans())
-SOME_OUTCOME = st.builds(Outcome, st.sampled_from(End), st.text(), st.none() | SOME_FAILURE)
-SOME_REQUEST = st.builds(
-    protocol.StoreRequest,
-    st.binary(max_size=32),
-    COUNTS,
-    NAMES,
-    st.lists(st.text()).map(tuple),
-    st.lists(st.binary()).map(tuple),
-    st.integers(-(2**63), 2**63 - 1),
-    TIMES,
-)
-SOME_JOIN = st.builds(
-    Join, some_facts(), some_settings(), st.none() | some_place(), COUNTS, st.booleans(), st.none() | SOME_FAILURE
-)
-SOME_UPWARD = st.one_of(
-    SOME_JOIN,
-    st.builds(Return, some_facts(), some_settings(), some_place(), st.sampled_from(Stage)),
-    st.builds(protocol.Failed, COUNTS, SOME_FAILURE),
-    SOME_REQUEST,
-)
-SOME_DOWNWARD = st.one_of(SOME_STOP, st.builds(model.Sealed, NAMES, some_place()), st.builds(model.Ended, SOME_OUTCOME))
-
-
-@given(
-    st.tuples(st.just(UPWARD), st.lists(SOME_UPWARD, max_size=3))
-    | st.tuples(st.just(DOWNWARD), st.lists(SOME_DOWNWARD, max_size=3)),
-    st.randoms(use_true_random=False),
-)
-def test_any_messages_survive_any_cut(sent: tuple[Any, list[Any]], random: Any) -> None:
-    decoder, messages = sent
+@given(st.sampled_from([*DECODERS]), st.data(), st.randoms(use_true_random=False))
+def test_any_messages_survive_any_cut(decoder: Any, drawn: st.DataObject, random: Any) -> None:
+    messages = drawn.draw(st.lists(st.sampled_from(DECODERS[decoder]), max_size=3))
     stream, data = reader(decoder), b"".join(map(encode, messages))
     found: list[object] = []
     while data:
@@ -365,116 +281,82 @@ def test_a_kind_at_the_wrong_time_is_refused(decoder: Any, message: Any) -> None
     assert "Invalid value" in refused(encode(message), decoder)
 
 
-def wrong_settings(**changes: Any) -> Join:
-    return Join(FACTS, replace(SETTINGS, **changes))
+def unlimited_in(hint: Any, where: str, seen: set[Any]) -> Iterator[str]:
+    """The parts of a type on the wire whose size or value is not bounded."""
+    limits = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, msgspec.Meta)]
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    is_bounded = any(each.max_length is not None or each.le is not None or each.lt is not None for each in limits)
+    if hint in (int, float, str, bytes) or get_origin(hint) in (tuple, frozenset):
+        is_pair = get_origin(hint) is tuple and ... not in get_args(hint)
+        if not is_bounded and not is_pair:
+            yield where
+    for each in get_args(hint):
+        yield from unlimited_in(each, where, seen)
+    if hint not in seen and hasattr(hint, "__match_args__") and not issubclass(hint, Enum):
+        seen.add(hint)
+        for name, own in get_type_hints(hint, include_extras=True).items():
+            yield from unlimited_in(own, f"{hint.__name__}.{name}", seen)
 
 
-def wrong_policy(**changes: Any) -> Join:
-    return wrong_settings(policy=replace(POLICY, **changes))
+def test_whatever_a_peer_sends_has_a_limit() -> None:
+    kinds = [*get_args(protocol.Handshake), *get_args(protocol.ToCoordinator), *get_args(protocol.FromCoordinator)]
+    found = {each for kind in (*kinds, Memory) for each in unlimited_in(kind, kind.__name__, set())}
+    assert found == UNLIMITED
 
 
-def wrong_facts(**changes: Any) -> Join:
-    return Join(replace(FACTS, **changes), SETTINGS)
-
-
-def wrong_place(**changes: Any) -> Return:
-    return Return(FACTS, SETTINGS, replace(PLACE, **changes), Stage.RUNNING)
-
-
-def wrong_failure(**changes: Any) -> protocol.Failed:
-    return protocol.Failed(1, replace(FAILURE, **changes))
-
-
-def wrong_evidence(**changes: Any) -> protocol.Failed:
-    return wrong_failure(evidence=replace(EVIDENCE, **changes))
-
-
-def wrong_straggler(**changes: Any) -> protocol.Failed:
-    return wrong_evidence(stragglers=(replace(SLOW[0], **changes),))
-
-
+# Numbers that are compared and nothing else; texts and keys that the length of a message bounds, and whose number is.
+UNLIMITED = {
+    "Challenge.version", "Challenge.minor", "Hello.version", "Hello.minor", "Hello.run_id",
+    "StoreRequest.keys", "StoreRequest.values", "StoreRequest.amount", "Memory.members",
+}  # fmt: skip
 NAN, INF = float("nan"), float("inf")
 TOO_LONG = "x" * 20_000
-SENSELESS: list[tuple[Any, str]] = [
-    (wrong_settings(min_nodes=0), "$.settings.min_nodes"),
-    (wrong_settings(min_nodes=5), "Join makes no sense: a run of 5 to 4 nodes"),
-    (wrong_settings(max_nodes=10**9), "$.settings.max_nodes"),
-    *((wrong_settings(lease_s=value), "$.settings.lease_s") for value in (NAN, INF, -1.0, 0.0, 1e300)),
-    (wrong_settings(heartbeat_s=0.0), "$.settings.heartbeat_s"),
-    (wrong_settings(heartbeat_s=3.0), "a lease of 5 s with a heartbeat every 3 s"),
-    *((wrong_settings(leader_lease_s=value), "$.settings.leader_lease_s") for value in (NAN, -1.0, 1e6)),
-    (wrong_settings(drop_timeout_s=0.0), "$.settings.drop_timeout_s"),
-    *((wrong_settings(close_linger_s=value), "$.settings.close_linger_s") for value in (NAN, 1e6)),
-    (wrong_policy(max_restarts=-1), "$.settings.policy.max_restarts"),
-    (wrong_policy(window_s=NAN), "$.settings.policy.window_s"),
-    (wrong_policy(backoff_s=-INF), "$.settings.policy.backoff_s"),
-    (wrong_policy(fatal_exceptions=frozenset(map(str, range(2000)))), "$.settings.policy.fatal_exceptions"),
-    (wrong_policy(uncounted_exceptions=frozenset({"x" * 1025})), "$.settings.policy.uncounted_exceptions"),
-    (wrong_policy(fatal_exit_codes=frozenset(range(2000))), "$.settings.policy.fatal_exit_codes"),
-    (wrong_facts(node_id=""), "length >= 1 - at `$.facts.node_id`"),
-    (wrong_facts(node_id="x" * 257), "length <= 256 - at `$.facts.node_id`"),
-    (wrong_facts(role="x" * 129), "length <= 128 - at `$.facts.role`"),
-    (wrong_facts(grace_s=86401.0), "<= 86400.0 - at `$.facts.grace_s`"),
-    (wrong_facts(stop_margin_s=60.1), "<= 60.0 - at `$.facts.stop_margin_s`"),
-    (wrong_place(node_count=6), "a place among 6 nodes in a run of at most 4"),
-    (wrong_facts(role="x" * 1025), "$.facts.role"),
-    (wrong_facts(incarnation=-1), "$.facts.incarnation"),
-    (wrong_facts(port=65536), "$.facts.port"),
-    (wrong_facts(local_world_size=0), "$.facts.local_world_size"),
-    (wrong_facts(local_world_size=2**40), "$.facts.local_world_size"),
-    *((wrong_facts(grace_s=value), "$.facts.grace_s") for value in (NAN, INF, -1.0, 1e11)),
-    (Join(FACTS, SETTINGS, heard_round=-1), "$.heard_round"),
-    (Join(FACTS, SETTINGS, replace(PLACE, rank=3)), "Join makes no sense: rank 3 of 3 nodes"),
-    (Join(FACTS, SETTINGS, stop=Stop(1, TOO_LONG)), "$.stop.reason"),
-    (wrong_place(round=0), "$.place.round"),
-    (wrong_place(term=-1), "$.place.term"),
-    (wrong_place(rank=3), "Return makes no sense: rank 3 of 3 nodes"),
-    (wrong_place(rank=-1), "$.place.rank"),
-    (wrong_place(node_count=10**9), "$.place.node_count"),
-    (wrong_place(shapes=(("a", 0),)), "$.place.shapes[0][1]"),
-    (wrong_place(shapes=(("a", 1),) * 1025), "length <= 1024 - at `$.place.shapes`"),
-    (wrong_place(pattern=bytes(600_000)), "$.place.pattern"),
-    (wrong_place(restarts_used=-1), "$.place.restarts_used"),
-    (wrong_place(restarts_used=2**54), "$.place.restarts_used"),
-    (wrong_place(master_port=-1), "$.place.master_port"),
-    (wrong_failure(text=TOO_LONG), "$.failure.text"),
-    (wrong_failure(node="x" * 2000), "$.failure.node"),
-    (wrong_failure(exitcode=2**60), "$.failure.exitcode"),
-    (wrong_failure(pid=-1), "$.failure.pid"),
-    (wrong_evidence(traceback=TOO_LONG), "$.failure.evidence.traceback"),
-    (wrong_evidence(note="x" * 2049), "$.failure.evidence.note"),
-    (wrong_evidence(left=("x",) * 17), "$.failure.evidence.left"),
-    (wrong_evidence(left=("x" * 1025,)), "$.failure.evidence.left[0]"),
-    (wrong_evidence(others=(FOLDED,) * 17), "$.failure.evidence.others"),
-    (wrong_evidence(others=(replace(FOLDED, ranks=(0,) * 1025),)), "$.failure.evidence.others[0].ranks"),
-    (wrong_evidence(others=(replace(FOLDED, ranks=(1 << 32,)),)), "$.failure.evidence.others[0].ranks[0]"),
-    (wrong_evidence(others=(replace(FOLDED, words="x" * 513),)), "$.failure.evidence.others[0].words"),
-    (wrong_evidence(stragglers=SLOW * 9), "$.failure.evidence.stragglers"),
-    *((wrong_straggler(per_s=value), "$.failure.evidence.stragglers[0].per_s") for value in (NAN, INF, -0.5)),
-    (wrong_straggler(rank=-1), "$.failure.evidence.stragglers[0].rank"),
-    (wrong_straggler(unit="\x1b"), "$.failure.evidence.stragglers[0].unit"),
-    (protocol.Close(TOO_LONG), "$.reason"),
-    (protocol.StoreRequest(b"", 1, "get", ("k",), timeout_s=NAN), "$.timeout_s"),
-    (protocol.StoreRequest(b"", 1, "get", ("k",), timeout_s=INF), "$.timeout_s"),
-    (protocol.StoreRequest(b"", 1, "get", ("k",), timeout_s=-1.0), "$.timeout_s"),
-    (protocol.StoreRequest(b"x" * 33, 1, "get", ("k",)), "$.sender"),
-    (model.Sealed("a/0", replace(PLACE, node_count=4)), "Sealed makes no sense: a world of 4 nodes describes another"),
-    (model.Sealed("a/0", replace(PLACE, pattern=b"junk")), "Sealed makes no sense: a world whose pattern"),
-    (model.Ended(Outcome(End.FAILED, TOO_LONG)), "$.outcome.reason"),
-    (model.Progress(1, 1, 1, NAN), "$.seconds_left"),
-    (protocol.Hello(MAJOR, "run", b"short"), "Hello makes no sense: a nonce of 5 bytes"),
-    (protocol.Challenge(MAJOR, b"", True), "Challenge makes no sense: a nonce of 0 bytes"),
-    (protocol.Hello(MAJOR, "run", NONCE, endpoint=TOO_LONG), "$.endpoint"),
-    (protocol.Introduction("a", bytes(2000)), "$.secret"),
-    (protocol.StoreRequest(b"", 1, "wait", ("",) * (protocol.MAX_STORE_KEYS + 1)), "$.keys"),
-    (protocol.Introduction("a", term=-1), "$.term"),
+JOIN, BACK, FAILED = Join(FACTS, SETTINGS), Return(FACTS, SETTINGS, PLACE, Stage.RUNNING), protocol.Failed(1, FAILURE)
+# One of each kind of limit, and what spans several fields: where it is in which message, the value, and the words.
+SENSELESS: list[tuple[Any, str, Any, str]] = [
+    (JOIN, "settings.min_nodes", 0, "$.settings.min_nodes"),
+    (JOIN, "settings.min_nodes", 5, "Join makes no sense: a run of 5 to 4 nodes"),
+    *((JOIN, "settings.lease_s", value, "$.settings.lease_s") for value in (NAN, INF, -1.0, 0.0, 1e300)),
+    (JOIN, "settings.heartbeat_s", 3.0, "a lease of 5 s with a heartbeat every 3 s"),
+    (JOIN, "settings.policy.window_s", NAN, "$.settings.policy.window_s"),
+    (JOIN, "settings.policy.fatal_exit_codes", frozenset(range(2000)), "$.settings.policy.fatal_exit_codes"),
+    (JOIN, "facts.node_id", "", "length >= 1 - at `$.facts.node_id`"),
+    (JOIN, "facts.node_id", "x" * 257, "length <= 256 - at `$.facts.node_id`"),
+    (JOIN, "facts.incarnation", -1, "$.facts.incarnation"),
+    (JOIN, "facts.port", 65536, "$.facts.port"),
+    (JOIN, "place", replace(PLACE, rank=3), "Join makes no sense: rank 3 of 3 nodes"),
+    (BACK, "place.node_count", 6, "a place among 6 nodes in a run of at most 4"),
+    (BACK, "place.rank", 3, "Return makes no sense: rank 3 of 3 nodes"),
+    (BACK, "place.round", 0, "$.place.round"),
+    (BACK, "place.shapes", (("a", 0),), "$.place.shapes[0][1]"),
+    (BACK, "place.pattern", bytes(600_000), "$.place.pattern"),
+    (FAILED, "failure.text", TOO_LONG, "$.failure.text"),
+    (FAILED, "failure.exitcode", 2**60, "$.failure.exitcode"),
+    (FAILED, "failure.evidence.left", ("x" * 1025,), "$.failure.evidence.left[0]"),
+    (FAILED, "failure.evidence.others", (FOLDED,) * 17, "$.failure.evidence.others"),
+    (FAILED, "failure.evidence.stragglers", (replace(SLOW[0], unit="\x1b"),), "$.failure.evidence.stragglers[0].unit"),
+    (protocol.StoreRequest(b"", 1, "get", ("k",)), "timeout_s", INF, "$.timeout_s"),
+    (protocol.StoreRequest(b"", 1, "wait", ()), "keys", ("",) * (protocol.MAX_STORE_KEYS + 1), "$.keys"),
+    (model.Sealed("a/0", PLACE), "place.node_count", 4, "Sealed makes no sense: a world of 4 nodes describes another"),
+    (model.Sealed("a/0", PLACE), "place.pattern", b"junk", "Sealed makes no sense: a world whose pattern"),
+    (model.Ended(Outcome(End.FAILED, "")), "outcome.reason", TOO_LONG, "$.outcome.reason"),
+    (protocol.Hello(MAJOR, "run", NONCE), "nonce", b"short", "Hello makes no sense: a nonce of 5 bytes"),
+    (protocol.Challenge(MAJOR, NONCE, True), "nonce", b"", "Challenge makes no sense: a nonce of 0 bytes"),
 ]
 
 
-@pytest.mark.parametrize(("message", "words"), SENSELESS)
-def test_values_that_make_no_sense(message: Any, words: str) -> None:
+def with_value(record: Any, path: str, value: Any) -> Any:
+    name, _, rest = path.partition(".")
+    value = with_value(getattr(record, name), rest, value) if rest else value
+    change = msgspec.structs.replace if isinstance(record, msgspec.Struct) else replace
+    return change(record, **{name: value})
+
+
+@pytest.mark.parametrize(("message", "path", "value", "words"), SENSELESS)
+def test_values_that_make_no_sense(message: Any, path: str, value: Any, words: str) -> None:
     [decoder] = [each for each, kinds in DECODERS.items() if type(message) in map(type, kinds)]
-    assert words in refused(encode(message), decoder)
+    assert words in refused(encode(with_value(message, path, value)), decoder)
 
 
 @pytest.mark.parametrize("filler", ["x", "\0", "\U0001f600", "\ud800"])

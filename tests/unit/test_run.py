@@ -13,17 +13,20 @@ import pytest
 from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.keys import hash_of_secret
 from holdfast.rendezvous.membership.model import End, Memory, NodeFacts, Outcome, Settings
-from holdfast.rendezvous.membership.protocol import Denied, Heartbeat, HeartbeatAnswer, Introduction, Join, Welcome
-from holdfast.rendezvous.membership.run import (
-    Access,
+from holdfast.rendezvous.membership.protocol import (
     Closed,
+    Denied,
+    Heartbeat,
+    HeartbeatAnswer,
+    Introduction,
+    Join,
     Opened,
     Ready,
     Received,
-    Run,
     TermRaised,
-    Written,
+    Welcome,
 )
+from holdfast.rendezvous.membership.run import Access, Run
 
 ONE = Settings(1, 1, last_call_s=0.0)
 PAIR = Settings(2, 2, 30.0)
@@ -53,7 +56,7 @@ def said(ready: Ready) -> list[tuple[tuple[int, ...], type]]:
 def pair() -> Run:
     """Two nodes on connections 1 and 2, whose first round is written down."""
     run = Run(0.0)
-    feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"), joined(2, "b"), Written(1))
+    feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"), joined(2, "b"))
     return run
 
 
@@ -66,10 +69,10 @@ def test_a_round_is_told_when_it_is_written_down() -> None:
     feed(run, joined(1, "a"), opened(2, "b"))
     ready = feed(run, joined(2, "b"))
     assert ready.persist is not None
-    assert (ready.persist.last_round, ready.persist.members, ready.writes) == (1, ("a/0", "b/0"), 1)
+    assert (ready.persist.last_round, ready.persist.members) == (1, ("a/0", "b/0"))
     assert ready.persist.secrets == (hash_of_secret(b"a"), hash_of_secret(b"b"))
     assert said(ready) == [((1,), model.Sealed), ((2,), model.Sealed)]
-    assert ready.send_now == ()
+    assert ready.send_now == []
 
 
 def test_a_newcomer_is_not_told_of_a_round_that_is_not_written_down_yet() -> None:
@@ -77,22 +80,22 @@ def test_a_newcomer_is_not_told_of_a_round_that_is_not_written_down_yet() -> Non
     run = Run(0.0)
     feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"), joined(2, "b"))
     ready = feed(run, opened(3, "c"))
-    assert (ready.writes, ready.send_after_persist) == (1, (((3,), Welcome(1, 1, 0)),))
+    assert ready.send_after_persist == [((3,), Welcome(1, 1, 0))]
 
 
 def test_heartbeats_wait_for_nothing() -> None:
     run = Run(0.0)
     feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"), joined(2, "b"))
-    assert feed(run, Received(1, Heartbeat(7))) == Ready((((1,), HeartbeatAnswer(7)),), writes=1)
+    assert feed(run, Received(1, Heartbeat(7))) == Ready([((1,), HeartbeatAnswer(7))])
 
 
 def test_a_node_that_knows_of_a_higher_term_is_welcomed_when_the_storage_has_raised_it() -> None:
     run = Run(0.0, term=1)
     ready = feed(run, opened(1, "a", term=7))
-    assert (ready.raise_term, ready.writes, said(ready)) == (7, 1, [])
+    assert (ready.raise_term, said(ready)) == (7, [])
     assert said(feed(run, opened(2, "b"))) == []  # It waits behind the other one.
     welcomed = feed(run, TermRaised(9))
-    assert welcomed.send_after_persist == (((1,), Welcome(9)), ((2,), Welcome(9)))
+    assert welcomed.send_after_persist == [((1,), Welcome(9)), ((2,), Welcome(9))]
     assert feed(run, opened(3, "c", term=9)).raise_term is None
 
 
@@ -114,23 +117,23 @@ def test_a_connection_that_has_not_joined_is_a_stranger() -> None:
         Access.VISITOR,
         Access.STRANGER,
     ]
-    assert feed(run, Received(3, Heartbeat(1))) == Ready(writes=1)
-    assert feed(run, Received(3, protocol.Close("no"))) == Ready(writes=1)
+    assert feed(run, Received(3, Heartbeat(1))) == Ready()
+    assert feed(run, Received(3, protocol.Close("no"))) == Ready()
 
 
 def test_a_node_that_is_refused_is_no_member_and_its_connection_is_closed() -> None:
     run = pair()
     ready = feed(run, opened(3, "c"), joined(3, "c", UP_TO_3))
     refused = model.Refused("--nnodes 1:3, this run has --nnodes 2")
-    assert ready.send_after_persist == (((3,), refused),)
-    assert ready.close == ((3, f"is refused: {refused.reason}"),)
+    assert ready.send_after_persist == [((3,), refused)]
+    assert ready.close == [(3, f"is refused: {refused.reason}")]
     assert run.access_of(3) is Access.STRANGER
 
 
 def test_a_visitor_that_acts_is_cut_off() -> None:
     run = pair()
     feed(run, Opened(3, Introduction(is_visitor=True)))
-    assert feed(run, Received(3, protocol.Close("no"))).close == ((3, "is a visitor and sent Close"),)
+    assert feed(run, Received(3, protocol.Close("no"))).close == [(3, "is a visitor and sent Close")]
     assert run.membership.outcome is None
 
 
@@ -139,11 +142,11 @@ def test_another_node_cannot_take_the_name_of_a_member(incarnation: int) -> None
     """Whether it knows the token is no matter: the secret is the member's own."""
     run = pair()
     ready = feed(run, opened(3, "a", secret="other"))
-    assert ready.send_after_persist == (((3,), Denied("the node id 'a' is another node's")),)
+    assert ready.send_after_persist == [((3,), Denied("the node id 'a' is another node's"))]
     assert [conn for conn, _ in ready.close] == [3]
-    assert feed(run, joined(3, "a", incarnation=incarnation)) == Ready(writes=1)
+    assert feed(run, joined(3, "a", incarnation=incarnation)) == Ready()
     assert run.speaker(1) == "a/0"
-    assert feed(run, Received(1, Heartbeat(1))).send_now == (((1,), HeartbeatAnswer(1)),)
+    assert feed(run, Received(1, Heartbeat(1))).send_now == [((1,), HeartbeatAnswer(1))]
 
 
 def test_a_name_is_fixed_by_a_join_and_not_by_a_handshake() -> None:
@@ -151,7 +154,7 @@ def test_a_name_is_fixed_by_a_join_and_not_by_a_handshake() -> None:
     feed(run, opened(1, "a", secret="first"), opened(2, "a", secret="second"), joined(2, "a"))
     assert run.speaker(2) == "a/0"
     ready = feed(run, joined(1, "a"))
-    assert (ready.close, ready.send_after_persist, run.speaker(2)) == (((1, ""),), (), "a/0")
+    assert (ready.close, ready.send_after_persist, run.speaker(2)) == ([(1, "")], [], "a/0")
 
 
 def test_the_names_of_a_round_are_remembered_by_the_next_coordinator() -> None:
@@ -171,22 +174,22 @@ def test_a_newer_incarnation_expels_the_older_connection() -> None:
     ready = feed(run, opened(3, "a"), joined(3, "a", incarnation=1, has_lost_place=True))
     assert ((1,), model.Expelled("a newer incarnation of this node has joined")) in ready.send_after_persist
     assert (1, "") in ready.close
-    assert feed(run, Received(1, Heartbeat(1))).send_now == ()
-    assert feed(run, Received(3, Heartbeat(1))).send_now != ()
+    assert feed(run, Received(1, Heartbeat(1))).send_now == []
+    assert feed(run, Received(3, Heartbeat(1))).send_now != []
 
 
 def test_what_was_said_on_an_older_connection_is_ignored() -> None:
     run = Run(0.0)
-    feed(run, opened(1, "a"), opened(2, "a"), joined(2, "a"), opened(3, "b"), joined(3, "b"), Written(1))
+    feed(run, opened(1, "a"), opened(2, "a"), joined(2, "a"), opened(3, "b"), joined(3, "b"))
     ready = feed(run, joined(1, "a"))
-    assert (ready.close, ready.send_after_persist) == (((1, ""),), ())
+    assert (ready.close, ready.send_after_persist) == ([(1, "")], [])
     assert run.membership.phase is model.Phase.RUNNING
 
 
 def test_a_node_that_speaks_for_another_is_cut_off() -> None:
     run = pair()
     ready = feed(run, opened(3, "c"), joined(3, "a"))
-    assert ready.close == ((3, "speaks for 'a', which is another node"),)
+    assert ready.close == [(3, "speaks for 'a', which is another node")]
     assert run.speaker(1) == "a/0"
 
 
@@ -216,7 +219,7 @@ def test_after_a_close_of_its_own_the_coordinator_waits_for_the_whole_lease(by_p
 def test_a_close_that_is_the_machines_own_word_is_not_reported_again() -> None:
     run = pair()
     feed(run, opened(3, "a"), joined(3, "a", incarnation=1, has_lost_place=True))
-    assert feed(run, Closed(1, by_peer=False)) == Ready(writes=run.step(Written(1), 0.0).writes)
+    assert feed(run, Closed(1, by_peer=False)) == Ready()
 
 
 # The end of a run.
@@ -263,7 +266,7 @@ def test_a_node_of_a_run_that_is_over_hears_how_it_ended() -> None:
 @pytest.mark.parametrize(("age_s", "is_new"), [(9.0, False), (11.0, True)])
 def test_a_node_that_knows_of_no_past_begins_a_new_run_after_the_linger(age_s: float, is_new: bool) -> None:
     run = Run(0.0, OVER, age_s=age_s)
-    assert feed(run, opened(1, "new")).send_after_persist == (((1,), Welcome(5, 0 if is_new else 7, 0)),)
+    assert feed(run, opened(1, "new")).send_after_persist == [((1,), Welcome(5, 0 if is_new else 7, 0))]
     ready = feed(run, joined(1, "new", ONE))
     kinds = [type(message) for _, message in ready.send_after_persist]
     assert kinds == ([model.Notice, model.Sealed] if is_new else [model.Ended])

@@ -4,16 +4,18 @@ A client that sends junk, sends too much, sends nothing, or does not read what i
 nothing else:
 
 * a stranger has `_HANDSHAKE_TIMEOUT_S` to prove itself and to join,
-* what a client sends is taken in turns with what others send (`turns`), and it is not read from while much of it waits,
+* what a client has sent is taken for a slice of each turn of the loop, a short one for strangers and visitors, of which
+  there may be thousands. A client is not read from while much of what it has sent waits,
 * a client that does not read its answers is not read from either, and is cut off if what it is sent nevertheless (that
   its round is stopped, say) piles up,
-* a client that is not heard of for a long time is cut off by the coordinator's sweep; agents send heartbeats.
+* a client that is not heard of for a long time is cut off by the coordinator's sweep; agents send heartbeats,
+* some descriptors stay free for files; beyond them newcomers are told that there are too many connections. The system
+  gives the lowest free number, so a high one says how many there are.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import ssl
 from asyncio import sslproto
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.log import Logger
 from holdfast.rendezvous.coordinator.log import shown
+from holdfast.rendezvous.coordinator.strangers import descriptor_limit
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.membership import frames, keys, protocol
 
@@ -32,7 +35,9 @@ logger = Logger(__name__)
 
 _HANDSHAKE_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 5.0
+_SLICE_S, _SHORT_SLICE_S = 0.002, 0.0001
 _RUN_ID_LIMIT = 1024
+_TOO_MANY = "this coordinator has too many connections"
 _TLS_HELLO = b"\x16\x03"
 # asyncio asks for 256 KiB each time that it reads. The C library maps and unmaps pages for as much as that, which takes
 # several times as long as the rest of the call.
@@ -81,7 +86,12 @@ class Connection(asyncio.Protocol):
             self.peer, self.host = endpoint_text(*name[:2]), name[0]
         self._server.connections[self.number] = self
         self._server.strangers.add(self, self.heard_at + _HANDSHAKE_TIMEOUT_S)
-        if self._server.tls is None:
+        descriptor = transport.get_extra_info("socket").fileno()
+        if descriptor >= descriptor_limit() - self._limits.spare_descriptors:
+            if self._server.tls is None:
+                self.send(protocol.Denied(_TOO_MANY, is_passing=True))
+            self.refuse(f"is turned away: {_TOO_MANY}")
+        elif self._server.tls is None:
             self._greet()
         else:
             transport.pause_reading()
@@ -94,13 +104,13 @@ class Connection(asyncio.Protocol):
         self._has_spoken = True
         self._frames.feed(data)
         if not self._is_waiting:
-            self._offer()
+            self._work()
         self._note_held()
 
     def eof_received(self) -> None:
         """What the peer has said before is taken, though it may not be its turn: its last word may be a leave."""
-        if self._is_waiting:
-            self.take_turn(math.inf)
+        while self._is_waiting:
+            self._work()
         self._has_peer_closed = not self._is_closing
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -119,15 +129,12 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._is_congested = False
         if not self._is_closing and not self._is_waiting:
-            self._offer()
+            self._work()
         self._note_held()
 
     @property
     def held_bytes(self) -> int:
         return self._frames.held_bytes
-
-    def _offer(self) -> None:
-        self._is_waiting = not self._server.turns.offer(self)
 
     def _note_held(self) -> None:
         """It is not read from while enough waits that can be taken, or what it is sent is not read."""
@@ -143,16 +150,18 @@ class Connection(asyncio.Protocol):
             else:
                 self._transport.pause_reading()
 
-    def take_turn(self, ends_at: float) -> bool:
-        """Every message that has come, until that time, and as long as the other side takes the answers."""
-        was_waiting, self._is_waiting = self._is_waiting, False
+    def _work(self) -> None:
+        """Take messages, as long as the other side takes the answers, and leave the rest to the next turn."""
+        self._is_waiting, clock = False, self._server.clock
+        ends_at = clock() + (_SLICE_S if self.is_member else _SHORT_SLICE_S)
         try:
             while not self._is_closing and not self._is_congested and (message := self._frames.next()) is not None:
-                self.heard_at = self._server.clock()
+                self.heard_at = clock()
                 self._take(message)
-                if self._server.clock() >= ends_at and self._frames.held_bytes:
+                if self._frames.held_bytes and clock() >= ends_at:
                     self._is_waiting = True
-                    return True
+                    self._loop.call_soon(self._next_turn)
+                    return
         except frames.SealBroken as error:
             wrong_token = "its token is not the one of this coordinator"
             if self.run is None:
@@ -163,9 +172,11 @@ class Connection(asyncio.Protocol):
         except Exception:
             logger.exception("serving %s failed", self.peer)
             self.abort()
-        if was_waiting:
+
+    def _next_turn(self) -> None:
+        if self._is_waiting:
+            self._work()
             self._note_held()
-        return False
 
     def _take(self, message: object) -> None:
         if self.run is not None:

@@ -22,7 +22,6 @@ class Limits:
     unread_bytes: int = 4 * MIB  # What one connection is sent and does not read.
     waiting_bytes: int = 1 << 16  # A connection that waits for its turn with more than that is not read from.
     spare_descriptors: int = 64
-    accepted_in_a_turn: int = 64
     store_bytes: int = 64 * MIB
     # Those that only ask (`queries`).
     visitors: int = 4096

@@ -5,7 +5,7 @@ What it needs of them is in `Transport` and `Storage`.
 
 Messages leave in the order in which the machine gave them, when the writes that they follow from are durable. Messages
 that wait for nothing (`Ready.send_now`) leave at once. A world of thousands of nodes is told in several turns of the
-loop, so that heartbeats are answered in between.
+loop, so that heartbeats are answered in between. The machine is asked for its next deadline once a turn.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from holdfast.frozen import changed
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Memory
-from holdfast.rendezvous.membership.run import Ready, Run, RunEvent, TermRaised, Written
+from holdfast.rendezvous.membership.protocol import Ready, RunEvent, TermRaised
+from holdfast.rendezvous.membership.run import Run
 
 _SENT_IN_A_TURN = 256
 
@@ -68,8 +68,9 @@ class Pump:
         self._storage, self._transport = storage, transport
         self._clock, self._wake_at, self._soon, self._observe = clock, wake_at, soon, observe
         self._events: deque[RunEvent] = deque()
-        self._held: deque[Ready] = deque()  # What waits for writes, or for its turn.
+        self._held: deque[tuple[int, Ready]] = deque()  # After how many writes; what waits for them, or for its turn.
         self._asked = self._durable = 0  # Writes.
+        self._sent = 0  # Of what was held, in this turn of the loop.
         self._is_busy = self._is_called = self._is_closed = False
 
     def feed(self, event: RunEvent) -> None:
@@ -104,12 +105,11 @@ class Pump:
             self._asked += 1
             self._storage.write(ready.persist, partial(self._written, self._asked))
         if ready.send_after_persist or ready.close or ready.forget:
-            self._held.append(ready)
+            self._held.append((self._asked, ready))
             self._release()
         elif ready.send_now and ready.persist is None:
             return  # A heartbeat only puts deadlines off.
-        if not self._is_closed:
-            self._wake_at(self.run.next_deadline())
+        self._call_next_turn()
 
     def _raised(self, number: int, term: int) -> None:
         self.feed(TermRaised(term))
@@ -117,29 +117,35 @@ class Pump:
 
     def _written(self, number: int) -> None:
         self._durable = max(self._durable, number)
-        self.feed(Written(number))
         self._release()
 
     def _release(self) -> None:
         """A bounded number of messages in a turn of the loop."""
-        sent = 0
-        if not self._storage.may_serve():
-            return
-        while self._held and self._held[0].writes <= self._durable and not self._is_called and not self._is_closed:
-            ready = self._held.popleft()
+        while self._held and self._held[0][0] <= self._durable and self._storage.may_serve():
+            ready = self._held[0][1]
             for done, (conns, message) in enumerate(ready.send_after_persist):
-                if sent >= _SENT_IN_A_TURN:
-                    self._held.appendleft(changed(ready, send_after_persist=ready.send_after_persist[done:]))
-                    self._is_called = True
-                    self._soon(self._go_on)
+                if self._sent >= _SENT_IN_A_TURN:
+                    del ready.send_after_persist[:done]
+                    self._call_next_turn()
                     return
-                sent += len(conns)
+                self._sent += len(conns)
                 self._transport.send(conns, message)
+            self._held.popleft()
             for conn, reason in ready.close:
                 self._transport.close(conn, reason)
             if ready.forget:
                 self._transport.forget()
 
-    def _go_on(self) -> None:
-        self._is_called = False
-        self._release()
+    def _call_next_turn(self) -> None:
+        if not self._is_called and not self._is_closed:
+            self._is_called = True
+            self._soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_called, self._sent = False, 0
+        try:
+            self._release()
+            if not self._is_closed:
+                self._wake_at(self.run.next_deadline())
+        except Exception as error:
+            self._transport.fail(error)

@@ -18,7 +18,8 @@ from holdfast.rendezvous.coordinator.queries import Queries
 from holdfast.rendezvous.membership import frames, model, protocol, status
 from holdfast.rendezvous.membership.model import Memory, Recalled
 from holdfast.rendezvous.membership.phases import Membership
-from holdfast.rendezvous.membership.run import Access, Closed, Opened, Ready, Received, Run, RunEvent
+from holdfast.rendezvous.membership.protocol import Closed, Opened, Ready, Received, RunEvent
+from holdfast.rendezvous.membership.run import Access, Run
 from holdfast.telemetry.status import RunStatus
 
 if TYPE_CHECKING:
@@ -104,7 +105,6 @@ class ServedRun:
     def opened(self, connection: Connection, introduction: protocol.Introduction) -> None:
         self._connections[connection.number] = connection
         self.feed(Opened(connection.number, introduction))
-        self._settle(connection)
 
     def take(self, connection: Connection, message: protocol.ToCoordinator) -> None:
         """A message from a client that has introduced itself."""
@@ -113,8 +113,6 @@ class ServedRun:
                 self._bypass(connection, message)
             return
         self.feed(Received(connection.number, message))
-        if not connection.is_member:
-            self._settle(connection)
 
     def _bypass(
         self, connection: Connection, message: protocol.StoreRequest | protocol.Query | protocol.Answer
@@ -130,12 +128,13 @@ class ServedRun:
             case _:
                 connection.cut_off(f"is not a member of the run and sent {type(message).__name__}")
 
-    def _settle(self, connection: Connection) -> None:
+    def _settle(self, connection: Connection) -> bool:
         """The machine's word makes a stranger a member or a visitor."""
         access = self.machine.access_of(connection.number)
+        connection.is_member, connection.is_visitor = access is Access.MEMBER, access is Access.VISITOR
         if access is not Access.STRANGER:
-            connection.is_member, connection.is_visitor = access is Access.MEMBER, access is Access.VISITOR
             self._owner.settle(connection)
+        return connection.is_member
 
     def closed(self, connection: Connection, *, by_peer: bool) -> None:
         if self._connections.pop(connection.number, None) is not None:
@@ -193,19 +192,23 @@ class ServedRun:
         for connection in [*self._connections.values()]:
             connection.close()
 
-    # The log.
+    # What follows from a step besides what the pump does.
 
     def _stepped(self, event: RunEvent, ready: Ready) -> None:
         """One line for what a node has caused. A node that joins again in each round is in the log once."""
         match event:
+            case Received(_, protocol.Heartbeat()):
+                pass
+            case Opened(conn):
+                self._settle(self._connections[conn])
             case Received(conn, protocol.Join() | protocol.Return() as message):
-                if self.machine.access_of(conn) is Access.MEMBER and not self._connections[conn].is_member:
-                    self._connections[conn].key = message.facts.key
-                    deed = "joined" if isinstance(message, protocol.Join) else "returned"
-                    self._lines.say_of(self._connections[conn].name, deed)
+                connection = self._connections[conn]
+                if not connection.is_member and self._settle(connection):
+                    connection.key = message.facts.key
+                    self._lines.say_of(connection.name, "joined" if isinstance(message, protocol.Join) else "returned")
             case Received(conn, protocol.Left() | protocol.Leaving() as message):
-                connection = self._connections.get(conn)
-                if connection is not None and connection.is_member:
+                connection = self._connections[conn]
+                if connection.is_member:
                     self._lines.say_of(connection.name, "left" if isinstance(message, protocol.Left) else "is leaving")
         outcome = self.membership.outcome
         for command in self.machine.decided:

@@ -22,13 +22,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from holdfast.log import Logger
-from holdfast.rendezvous.coordinator.arrivals import Door, Strangers
 from holdfast.rendezvous.coordinator.connection import Connection
 from holdfast.rendezvous.coordinator.launch import PortTaken
 from holdfast.rendezvous.coordinator.limits import Limits
 from holdfast.rendezvous.coordinator.log import Complaints, shown
 from holdfast.rendezvous.coordinator.served_run import RunStorage, ServedRun
-from holdfast.rendezvous.coordinator.turns import Turns
+from holdfast.rendezvous.coordinator.strangers import Strangers
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.protocol import Denied, Hello, Introduction
 from holdfast.rendezvous.tls import ReloadingTls
@@ -37,6 +36,8 @@ logger = Logger(__name__)
 
 _SWEEP_EVERY_S = 15.0
 _GOODBYE_S = 2.0
+_BACKLOG = 4096
+_ACCEPTED_IN_A_TURN = 16  # So that connections which are there are served, and strangers are cut off, in time.
 _ANOTHER_RUN = "this endpoint serves another run; choose another port"
 
 
@@ -66,7 +67,6 @@ class Coordinator:
         self.token, self.tls, self.idle_timeout_s = token, tls, idle_timeout_s
         self.limits = limits or Limits()
         self.clock = time.monotonic  # That of the loop, without a detour.
-        self.turns = Turns(self.clock, asyncio.get_running_loop().call_soon)
         self.connections: dict[int, Connection] = {}
         self.strangers = Strangers(self.limits, has_tls=tls is not None)
         self.complaints = Complaints(logger.info)
@@ -75,7 +75,7 @@ class Coordinator:
         self.has_failed = False
         self._sock, self._keeper, self._run_id = sock, keeper, run_id
         self._over = asyncio.Event()
-        self._door: Door | None = None
+        self._listening: asyncio.Server | None = None
         self._idle_since = self.clock()
 
     async def serve(self, when_ready: Callable[[], None] = lambda: None) -> None:
@@ -83,14 +83,10 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         numbers = itertools.count(1)
         try:
-            self._door = Door(
-                self._sock,
-                self.limits,
-                lambda: Connection(self, next(numbers)),
-                self.strangers,
-                self.complaints,
-                has_tls=self.tls is not None,
+            self._listening = await loop.create_server(
+                lambda: Connection(self, next(numbers)), sock=self._sock, backlog=_ACCEPTED_IN_A_TURN
             )
+            self._sock.listen(_BACKLOG)  # asyncio has one number for both.
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -101,7 +97,7 @@ class Coordinator:
             await self._over.wait()
         finally:
             sweeping.cancel()
-            self._door.close()
+            self._listening.close()
             if self.run is not None:
                 self.run.end()
             for connection in [*self.connections.values()]:
@@ -117,8 +113,8 @@ class Coordinator:
     def resign(self, reason: str, is_refused: bool = False) -> None:
         """Another coordinator may be in office soon: stop listening, tell the nodes, hang up, end."""
         logger.warning("this coordinator steps down: %s", reason)
-        if self._door is not None:
-            self._door.close()
+        if self._listening is not None:
+            self._listening.close()
         for connection in [*self.connections.values()]:
             if connection.run is not None:
                 connection.send(model.Resigned(reason if is_refused else ""))
@@ -182,7 +178,7 @@ class Coordinator:
     def denial_of(self, run_id: str, *, is_proved: bool = False) -> Denied | None:
         """What a node of that run is told if it cannot be served here, or not yet."""
         served = self.run.run_id if self.run is not None else self._run_id
-        if served in ("", run_id) or (self.run is not None and self.run.machine.is_blank and not self._run_id):
+        if served in ("", run_id) or (self.run is not None and self.run.membership.is_blank and not self._run_id):
             return None
         wait_s = self._wait_s()
         if wait_s is None:
@@ -195,7 +191,7 @@ class Coordinator:
 
     def _wait_s(self) -> float | None:
         """How long another run has to wait for its turn; None if the present one goes on."""
-        if self.run is not None and not self.run.machine.is_blank:
+        if self.run is not None and not self.run.membership.is_blank:
             return self.run.machine.passing_s(self.clock())
         if self.idle_timeout_s is None:
             return None

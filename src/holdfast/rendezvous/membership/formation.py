@@ -13,23 +13,23 @@ _LONGEST_BACKOFF_S = 86400.0  # That is written down.
 
 
 class Formation:
-    """The times of a round that is being formed. `since` is when the first node was there, `enough_since` when there
-    were at least min nodes. Nothing is sealed before `not_before`, the end of a backoff, nor before `held_until`.
-    `report_at` is when the waiting nodes are next told how many there are: at most once a second and only after a
-    change, so that a large world costs each node a few messages and not one for each other."""
+    """The times of a round that is being formed."""
 
     def __init__(self, not_before: float) -> None:
-        self.not_before = self.held_until = not_before
+        self.not_before = not_before  # The end of a backoff: nothing is sealed before.
+        self.held_until = not_before  # Nor before then, because workers of an earlier round may be alive (`Past`).
         self.reset()
 
     def backoff_left_s(self, now: float) -> float:
         return min(max(0.0, self.not_before - now), _LONGEST_BACKOFF_S)
 
     def reset(self) -> None:
-        self.since: float | None = None
-        self.enough_since: float | None = None
+        self.since: float | None = None  # When the first node was there.
+        self.enough_since: float | None = None  # Since when there have been at least min nodes.
+        # When the waiting nodes are next told how many there are: at most once a second and only after a change. So a
+        # large world costs each node a few messages and not one for each other node.
         self.report_at: float | None = None
-        self._reported = -1
+        self._reported = -1  # The number that they were told last.
 
     def count(self, waiting: int, settings: Settings, now: float) -> None:
         self.since = now if self.since is None else self.since
@@ -54,22 +54,16 @@ class Formation:
             return True
         return self.enough_since is not None and now >= self.enough_since + settings.last_call_s
 
-    def should_report(self, joined: int, now: float) -> bool:
-        """Whether to tell the waiting nodes now how many there are; if so, it counts as told."""
+    def progress(self, joined: int, settings: Settings, now: float) -> Progress | None:
+        """What the nodes that wait are told, if it is time for that; then it counts as told."""
         if joined == self._reported:
             self.report_at = None
-            return False
+            return None
         if self.report_at is None:
             self.report_at = now + _REPORT_EVERY_S
         if now < self.report_at:
-            return False
-        self.report_at, self._reported = None, joined
-        return True
-
-    def progress(self, joined: int, settings: Settings, now: float) -> Progress | None:
-        """What the nodes that wait are told, if it is time for that."""
-        if not self.should_report(joined, now):
             return None
+        self.report_at, self._reported = None, joined
         return Progress(joined, settings.min_nodes, settings.max_nodes, self.left_s(settings, now))
 
     def deadlines(self, settings: Settings, now: float) -> list[float]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
+from holdfast.frozen import changed
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.model import MAX_LOSSES, MAX_LOST_HOSTS, Memory
 from holdfast.rendezvous.membership.nodes import NodeTable
@@ -29,16 +30,16 @@ _REMEMBERED_AT_MOST = 1000  # A higher limit is none.
 
 
 class Losses:
-    """When restarts followed lost nodes, and when each host was lost, and in which round last, by the clock of the
-    owner. `is_written`: the memory knows of all that is known here."""
+    """Times are by the clock of the owner."""
 
     def __init__(self, now: float, memory: Memory) -> None:
+        # When restarts followed lost nodes, since the last round with progress.
         self._restarts = deque((now - age_s for age_s in memory.loss_ages_s), maxlen=_REMEMBERED_AT_MOST)
-        self._hosts: OrderedDict[str, deque[float]] = OrderedDict()
+        self._hosts: OrderedDict[str, deque[float]] = OrderedDict()  # When each was lost; the last one is the last.
         for host, ages_s in memory.host_loss_ages_s:
             self._hosts[host] = deque((now - age_s for age_s in ages_s), maxlen=MAX_LOSSES)
-        self._rounds: dict[str, int] = {}
-        self.is_written = True
+        self._rounds: dict[str, int] = {}  # In which round each of `_hosts` was lost last, if this coordinator saw it.
+        self.is_written = True  # The memory knows of all losses.
 
     def judge(self, policy: RestartPolicy, budget: Budget, now: float) -> Decision:
         """A round is over from which a node was lost: does the run go on?"""
@@ -47,7 +48,7 @@ class Losses:
         self._restarts.append(now)
         if reason := restart_policy.standstill(policy, budget):
             return GiveUp(reason, is_final=True)
-        if len(self.ages_s(policy, now)) > policy.loss_limit:
+        if len(self._recent(policy, now)) > policy.loss_limit:
             return GiveUp(_exhausted(policy), is_final=True)
         return Restart(0.0, is_charged=False)
 
@@ -99,15 +100,17 @@ class Losses:
     def _count(self, host: str, now: float) -> int:
         return sum(1 for at in self._hosts.get(host, ()) if now - at < _HOST_WINDOW_S)
 
-    def ages_s(self, policy: RestartPolicy, now: float) -> tuple[float, ...]:
-        """Of the restarts after losses that count, oldest first."""
+    def _recent(self, policy: RestartPolicy, now: float) -> tuple[float, ...]:
+        """The ages of the restarts after losses that count, oldest first."""
         return tuple(now - at for at in self._restarts if now - at < policy.loss_window_s)
 
-    def host_ages_s(self, now: float) -> tuple[tuple[str, tuple[float, ...]], ...]:
-        """Of the losses of each host that count; the host that was lost last is the last."""
+    def noted_in(self, memory: Memory, policy: RestartPolicy, now: float) -> Memory:
+        """With the ages of all losses that count; the host that was lost last is the last."""
+        self.is_written = True
         ages_s = {host: tuple(now - at for at in times) for host, times in self._hosts.items()}
         counted = {host: tuple(age_s for age_s in ages_s[host] if age_s < _HOST_WINDOW_S) for host in ages_s}
-        return tuple((host, ages_s) for host, ages_s in counted.items() if ages_s)
+        hosts = tuple((host, ages_s) for host, ages_s in counted.items() if ages_s)
+        return changed(memory, loss_ages_s=self._recent(policy, now), host_loss_ages_s=hosts)
 
 
 def _exhausted(policy: RestartPolicy) -> str:

@@ -92,25 +92,25 @@ Command = FromNode | ForAgent | node_lease.Connect | node_lease.SetLease | node_
 
 
 class Participant:
-    """One node's part in one run. `term` is the highest that it has heard of."""
+    """One node's part in one run."""
 
     def __init__(self, facts: NodeFacts, settings: Settings, lease: NodeLease) -> None:
-        self.facts = facts
-        self.settings = settings
+        self.facts, self.settings = facts, settings  # The incarnation of `facts` rises with each place that is lost.
         self.standing = Standing.OUTSIDE
-        self.place: Place | None = None
-        self.term = 0
+        self.place: Place | None = None  # While MEMBER, and LEAVING as a member.
+        self.term = self._heard_round = self._heard_restarts = 0  # The highest that this node has heard of.
         self._lease = lease
+        self._stage = Stage.RUNNING  # Of `place`.
+        self._asked_at = 0.0  # When this node said last that it wants a place, or has one.
+        # What a join says of the last place: which it was, whether it was lost, and how the round ended for this node.
         self._last_place: Place | None = None
-        self._heard_round = self._heard_restarts = 0
-        self._has_lost_place = self._has_left = False
-        self._asked_at = 0.0
-        self._stage = Stage.RUNNING
+        self._has_lost_place = False
         self._failure: Failed | None = None
-        self._advance: Advance | None = None
         self._stop: model.Stop | None = None
-        self._close_reason = ""
-        self._end: Ended | Refused | None = None
+        self._advance: Advance | None = None
+        self._has_left = False  # While LEAVING: the workers are gone.
+        self._close_reason = ""  # Of the user, to be said on every connection.
+        self._end: Ended | Refused | None = None  # If and only if DONE.
 
     @property
     def is_connected(self) -> bool:
@@ -155,10 +155,8 @@ class Participant:
         commands: list[Command] = []
         for command in self._lease.step(event, now):
             match command:
-                case node_lease.LosePlace() if self._lease.is_agent_stuck:
-                    commands += self._lose_place("the agent's loop did not turn for too long", now)
-                case node_lease.LosePlace():
-                    commands += self._lose_place("the coordinator was out of reach for too long", now)
+                case PlaceLost(_, reason):
+                    commands += self._lose_place(reason, now)
                 case node_lease.Locate() if self.standing is Standing.DONE or self._has_left:
                     pass
                 case _:
@@ -234,7 +232,7 @@ class Participant:
         last_round = self._last_place.round if self._last_place is not None else 0
         if key != self.facts.key or self.standing is not Standing.WAITING or place.round <= last_round:
             return []
-        commands = self._step_lease(node_lease.PlaceTaken(self._asked_at), now)
+        commands = self._step_lease(node_lease.PlaceTaken(place.round, self._asked_at), now)
         if key != self.facts.key:
             return commands  # It was so late that the place is lost already.
         self._stand(Standing.MEMBER)
@@ -256,9 +254,9 @@ class Participant:
                 self._has_lost_place, self._failure, self._stop = True, None, None
                 self._stand(Standing.OUTSIDE)
                 self.place = None
-                return [*self._step_lease(node_lease.PlaceRevoked(), now), lost]
+                return [*self._step_lease(model.Expelled(reason), now), lost]
             case Standing.LEAVING:
-                return self._step_lease(node_lease.PlaceRevoked(), now)
+                return self._step_lease(model.Expelled(reason), now)
         return []
 
     def _become_stranger(self) -> None:

@@ -16,7 +16,7 @@ spawner, which kills them when it passes. Three things move it:
 Heartbeats say that the agent decides, not only that its client's thread lives. If its loop has not turned for a whole
 lease (less would cost healthy nodes their places on a busy host) they stop until it turns again.
 
-When the time passes the place is lost (`LosePlace`): the node comes back as a new incarnation, a stranger. The time
+When the time passes the place is lost (`PlaceLost`): the node comes back as a new incarnation, a stranger. The time
 itself stays in the past until the workers are known to be gone: a spawner that is told late must still find it passed.
 
 Where coordinators may move (`locate_after_s`), the node looks for the present one (`Locate`) when its connection breaks
@@ -30,7 +30,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from holdfast.frozen import frozen
-from holdfast.rendezvous.membership.model import Notice, Resigned
+from holdfast.rendezvous.membership.model import Expelled, Notice, PlaceLost, Resigned
 from holdfast.rendezvous.membership.protocol import Heartbeat, HeartbeatAnswer, TimePassed
 
 _LEASE_SHARE = 0.9
@@ -75,14 +75,10 @@ class Disconnected:
 
 @frozen
 class PlaceTaken:
-    """The node is a member of a round, for a join that was sent at `asked_at`: it has been heard of since."""
+    """The node is a member of that round, for a join that was sent at `asked_at`: it has been heard of since."""
 
+    round: int
     asked_at: float
-
-
-@frozen
-class PlaceRevoked:
-    """The node was told that its place is gone: its workers must not live any longer."""
 
 
 @frozen
@@ -102,9 +98,8 @@ class LoopSeen:
     stuck_for_s: float
 
 
-_PlaceEvent = PlaceTaken | PlaceRevoked | PlaceGivenUp
 _LineEvent = Connected | ConnectFailed | Disconnected | LeaderMoved | HeartbeatAnswer | Resigned
-Event = _LineEvent | _PlaceEvent | LoopSeen | TimePassed
+Event = _LineEvent | PlaceTaken | Expelled | PlaceGivenUp | LoopSeen | TimePassed
 
 
 @frozen
@@ -124,35 +119,31 @@ class HangUp:
 
 
 @frozen
-class LosePlace:
-    """The workers are killed, and the node is unknown to the run."""
-
-
-@frozen
 class Locate:
     """Find out, without hanging up, who coordinates now."""
 
 
-Command = Connect | Heartbeat | Notice | SetLease | HangUp | LosePlace | Locate
+Command = Connect | Heartbeat | Notice | SetLease | HangUp | PlaceLost | Locate
 
 
 class NodeLease:
     """One node and its coordinator. `may_outlive_lease` is for users who prefer running on to being safe."""
 
     def __init__(self, settings: LeaseSettings, *, may_outlive_lease: bool = False) -> None:
-        self.settings = settings
+        self.settings, self.may_outlive_lease = settings, may_outlive_lease
         self.line = Line.CLOSED
-        self.has_place = False
-        self.may_outlive_lease = may_outlive_lease
-        self.is_agent_stuck = False
-        self._number = 0
-        self._sent_at: dict[int, float] = {}
-        self._next_heartbeat_at = self._connect_at = self._attempted_at = self._lease_from = self._next_locate_at = 0.0
-        self._failures = 0
-        self._closed_at: float | None = None
-        self._has_resigned = False
-        self._lost_at: float | None = None
-        self._told: float | None = None
+        self.is_agent_stuck = False  # Its loop has not turned for a lease.
+        self._round: int | None = None  # That the node has a place in, until its workers are gone.
+        self._lease_from = 0.0  # When the last heartbeat was sent that was answered, or what counts like one.
+        self._closed_at: float | None = None  # When the connection was found closed, and not since proved harmless.
+        self._lost_at: float | None = None  # When the place was lost; the workers are being killed.
+        self._told: float | None = None  # What the last `SetLease` said.
+        self._number = 0  # Of the last heartbeat.
+        self._sent_at: dict[int, float] = {}  # The heartbeats of this connection that are not answered, by number.
+        self._has_resigned = False  # The coordinator said that it steps down; its close gives nothing away.
+        self._failures = 0  # Of attempts to connect, in a row.
+        self._attempted_at = 0.0  # The last attempt to connect.
+        self._connect_at = self._next_heartbeat_at = self._next_locate_at = 0.0  # Not before then.
 
     def step(self, event: Event, now: float) -> list[Command]:
         # Before and after: what comes when the time has passed cannot bring back workers that the spawner has killed.
@@ -171,7 +162,7 @@ class NodeLease:
         return min((each for each in candidates if each is not None), default=None)
 
     def workers_may_live_until(self) -> float | None:
-        if not self.has_place or self.may_outlive_lease:
+        if self._round is None or self.may_outlive_lease:
             return None
         if self._lost_at is not None:
             return self._lost_at
@@ -202,15 +193,15 @@ class NodeLease:
                 self._answered(number)
             case Resigned():
                 self._has_resigned = True
-            case PlaceTaken(asked_at):
-                self.has_place, self._lost_at = True, None
+            case PlaceTaken(round, asked_at):
+                self._round, self._lost_at = round, None
                 self._lease_from = max(self._lease_from, asked_at)
                 if self._closed_at is not None and self._closed_at <= asked_at:
                     self._closed_at = None
-            case PlaceRevoked():
+            case Expelled():
                 self._lost_at = now if self._lost_at is None else self._lost_at
             case PlaceGivenUp():
-                self.has_place, self._lost_at = False, None
+                self._round, self._lost_at = None, None
             case _:
                 assert_never(event)
         return []
@@ -289,7 +280,8 @@ class NodeLease:
         return until is not None and now >= until and self._lost_at is None
 
     def _lose_place_if_due(self, now: float) -> list[Command]:
-        if not self.has_lapsed(now):
+        if self._round is None or not self.has_lapsed(now):
             return []
         self._lost_at = self.workers_may_live_until()
-        return [LosePlace()]
+        stuck, away = "the agent's loop did not turn for too long", "the coordinator was out of reach for too long"
+        return [PlaceLost(self._round, stuck if self.is_agent_stuck else away)]

@@ -8,14 +8,12 @@ their own, kept in a heap.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from holdfast.rendezvous.membership.model import MAX_SHAPES, NodeFacts, Settings, Stage, is_loopback
 
-_REFUSALS_TOLD_EVERY_S = 1.0
-_REFUSALS_KEPT = 8
+_SILENT_HEARTBEATS = 2.5
 _FORGOTTEN_AFTER = 1024  # So many nodes that are gone are remembered, to know their late messages.
 
 
@@ -35,6 +33,10 @@ class Node:
     @property
     def is_open(self) -> bool:
         return self.drop_at is None
+
+    def is_silent(self, settings: Settings, now: float) -> bool:
+        """Then it is not sealed into a world."""
+        return now - self.heard_at > _SILENT_HEARTBEATS * settings.heartbeat_s
 
 
 class NodeTable(dict[str, Node]):
@@ -148,6 +150,8 @@ class NodeTable(dict[str, Node]):
 
     def release(self, now: float) -> tuple[str, ...]:
         """Nodes that were held long enough wait like any other. Returns which of them are connected."""
+        if not self.held:
+            return ()
         keys = sorted(key for key, until in self.held.items() if until <= now)
         for key in keys:
             del self.held[key]
@@ -182,25 +186,7 @@ class NodeTable(dict[str, Node]):
         assert {key for at, key in self._drop_times if self._is_dropped_at(at, key)} == self.keys() - open_keys
 
 
-class Refusals(deque[tuple[float, str, str]]):
-    """The last nodes that were refused: when, which, why."""
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=_REFUSALS_KEPT)
-        self._told_at: float | None = None
-
-    def add(self, now: float, node_id: str, problem: str, is_awaited: bool) -> bool:
-        """Whether the nodes that wait hear of it, too: at most once a second, and if there are any."""
-        self.append((now, node_id, problem))
-        if not is_awaited or (self._told_at is not None and now < self._told_at + _REFUSALS_TOLD_EVERY_S):
-            return False
-        self._told_at = now
-        return True
-
-
-def rejection_of(
-    facts: NodeFacts, settings: Settings, ours: Settings, nodes: NodeTable, is_silent: Callable[[Node], bool]
-) -> str:
+def rejection_of(facts: NodeFacts, settings: Settings, ours: Settings, nodes: NodeTable, now: float) -> str:
     """Why a node cannot take part in the run, in the words that its user typed; or nothing."""
     difference = ours.difference(settings)
     if difference:
@@ -210,18 +196,18 @@ def rejection_of(
         return f"the nodes of this run have {MAX_SHAPES} different roles and numbers of processes already"
     other = next(iter(nodes.values()), None)
     unreachable = _unreachable_between_hosts(facts, other.facts) if other else ""
-    return unreachable or _rejection_of_rank(facts, ours.max_nodes, nodes, is_silent)
+    return unreachable or _rejection_of_rank(facts, ours, nodes, now)
 
 
-def _rejection_of_rank(facts: NodeFacts, max_nodes: int, nodes: NodeTable, is_silent: Callable[[Node], bool]) -> str:
-    """A node that is closed or silent claims no rank: it may be what has become of this very node."""
-    rank = facts.requested_rank
+def _rejection_of_rank(facts: NodeFacts, ours: Settings, nodes: NodeTable, now: float) -> str:
+    """A node that is closed or silent claims no rank: it may be an earlier agent of this node."""
+    rank, max_nodes = facts.requested_rank, ours.max_nodes
     if rank is None:
         return ""
     if not 0 <= rank < max_nodes:
         return f"--node-rank {rank}, but this run has at most {max_nodes} nodes"
     others = (node for node in nodes.claimants(rank) if node.facts.node_id != facts.node_id)
-    names = sorted(node.facts.node_id for node in others if node.is_open and not is_silent(node))
+    names = sorted(node.facts.node_id for node in others if node.is_open and not node.is_silent(ours, now))
     if not names:
         return ""
     free = next((other for other in range(max_nodes) if not nodes.claimants(other)), None)

@@ -33,20 +33,6 @@ member needs for one (`NodeFacts.stops_within_s`) is expelled; a lease later its
 A coordinator that was restarted knows what its predecessor wrote down (`Memory`). A node that comes back says which
 place it has, or had: the newest round is adopted, and its other members have a lease to come back. If all return with
 their workers running, no worker notices anything. `round.Past` says how long nothing is sealed.
-
-The state of a run:
-
-    `term`, `round`     of this coordinator, and the last round that any coordinator of the run has sealed
-    `settings`          those that the first node fixed; None before, and while no node has a part in the run
-    `phase`, `outcome`  ENDED if and only if there is an outcome
-    `nodes`             those that have joined, with the time until which each is held back after losses of its host
-    `_round`            while RUNNING or STOPPING: its members, who still owes an answer, failures, departures
-    `_formation`        while FORMING: since when there are enough nodes, and before when no world is sealed
-    `_past`             what is known of rounds that this coordinator did not seal, and the ranks of the last one
-    `_budget`           charged restarts and progress; `restarts_at_seal` as of the last seal
-    `_losses`           restarts after lost nodes, and losses of each host
-    `finished`          a run under the same id that is over; `_linger` is for this one when it has ended
-    `_story`            the last steps in brief, for status and errors
 """
 
 from __future__ import annotations
@@ -62,13 +48,14 @@ from holdfast.rendezvous.membership.finished import FinishedRun, Linger, finishe
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.losses import Losses
 from holdfast.rendezvous.membership.model import End, Memory, NodeFacts, Notice, Outcome, Phase, Place, Stage, World
-from holdfast.rendezvous.membership.nodes import Node, NodeTable, Refusals, rejection_of
+from holdfast.rendezvous.membership.nodes import Node, NodeTable, rejection_of
 from holdfast.rendezvous.membership.protocol import Command, Event, Expel, From, Join, Remember, Return, Tell
 from holdfast.rendezvous.membership.round import Past, Round
 from holdfast.telemetry.history import History
 
 _STORY_LENGTH = 40
-_SILENT_HEARTBEATS = 2.5  # A node that sent none for so long is not sealed into a world.
+_REFUSALS_KEPT = 8
+_REFUSALS_TOLD_EVERY_S = 1.0
 _ALLOWED = frozenset((before, after) for before, _, after in model.PHASE_CHANGES)
 
 
@@ -82,35 +69,39 @@ class Membership:
         coordinator, higher than any before it; without one, the next after the memory's. If the memory tells of a run
         that ended longer ago than it lingers, a new run may begin under the same id."""
         finished = finished_in(memory, age_s)
-        self.finished = FinishedRun(finished)
         memory = None if finished else memory
         past = memory or Memory(finished.term if finished else 0)
-        self.term = past.term + 1 if term is None else term
-        self.settings = past.settings
+        self.finished = FinishedRun(finished)  # A run under the same id that is over; its nodes hear how it ended.
+        self.term = past.term + 1 if term is None else term  # It rises if a node knows a higher one.
+        self.round = max(past.last_round, self.finished.last_round)  # The last that any coordinator has sealed.
+        self.settings = past.settings  # Those of the first node. None before, and when all nodes left before a round.
         self.phase = Phase.FORMING if past.outcome is None else Phase.ENDED
-        self.outcome, self.round = past.outcome, max(past.last_round, self.finished.last_round)
-        self._budget = restart_policy.Budget.of(now, past)
-        self._losses = Losses(now, past)
-        self._past = Past(memory, now)
-        # As of the last seal. If the last round was judged, one restart may have been charged since.
+        self.outcome = past.outcome  # If and only if the phase is ENDED.
+        self.nodes = NodeTable()  # Those that have joined, with the time until which each is held.
+        self._round: Round | None = None  # While RUNNING or STOPPING, and when the run ended in it.
+        self._formation = Formation(now + past.backoff_left_s)  # While FORMING: when a world may be sealed.
+        self._past = Past(memory, now)  # Rounds that this coordinator did not seal, and the ranks of the last one.
+        self._budget = restart_policy.Budget.of(now, past)  # Charged restarts, and progress.
+        # `restarts_used` at the last seal. If the last round was judged, one restart may have been charged since.
         self.restarts_at_seal = max(0, past.restarts_used - past.is_round_over)
-        self._now = now
+        self._losses = Losses(now, past)  # Restarts after lost nodes, and losses of each host.
+        self._has_lost_nodes = False  # Since this coordinator began: they may come back, even when the run has ended.
+        self._linger = Linger()  # While ENDED: who has yet to hear of it.
+        self.refusals: deque[tuple[float, str, str]] = deque(maxlen=_REFUSALS_KEPT)  # When, which node, why.
+        self._refusals_told_from = now  # The nodes that wait hear of the next refusal, but not before then.
         self.history = History(now, is_whole=memory is None).enter(self.phase.lower(), now)
-        self.nodes = self._nodes = NodeTable()
-        self._round: Round | None = None  # That runs or is being stopped.
-        self._formation = Formation(now + past.backoff_left_s)
-        self.refusals = Refusals()
-        self._has_lost_nodes = False
-        self._linger = Linger()
-        self._story: deque[protocol.Step] = deque(maxlen=_STORY_LENGTH)
+        self._story: deque[protocol.Step] = deque(maxlen=_STORY_LENGTH)  # The last steps, for status and errors.
+        self._now = now  # Of the present step.
 
     # What the shell calls.
 
     def step(self, event: Event, now: float) -> list[Command]:
         match event:
-            case From(key, protocol.Heartbeat()) if not self._was_silent(key, now):
-                self._nodes.hear(key, now)
-                return []
+            case From(key, protocol.Heartbeat()):
+                node = self.nodes.get(key)
+                if node is None or node.stage is not Stage.WAITING or not node.is_silent(self._agreed, now):
+                    self.nodes.hear(key, now)
+                    return []
         self._now = now
         commands = self._react(event, now) + self._advance(now)
         self._story.append(protocol.brief(event, commands, now))
@@ -120,9 +111,9 @@ class Membership:
         """When `TimePassed` is due unless something happens before."""
         if self.phase is Phase.ENDED:
             return self._linger.ends_at
-        silent = self._nodes.most_silent()  # All leases are equally long, so the next one to end is its.
+        silent = self.nodes.most_silent()  # All leases are equally long, so the next one to end is its.
         lease_ends = self._lease_ends(silent) if silent else None
-        candidates = [self._nodes.next_drop_at(), self._nodes.next_release_at(), self._formation.report_at, lease_ends]
+        candidates = [self.nodes.next_drop_at(), self.nodes.next_release_at(), self._formation.report_at, lease_ends]
         if self._round is not None:
             candidates += [self._round.returns_until, self._round.stop_by, self._round.admit_at]
         if self.phase is Phase.FORMING and self.settings is not None:
@@ -153,7 +144,7 @@ class Membership:
     @property
     def is_blank(self) -> bool:
         """Whether nothing would be lost if the run were forgotten."""
-        return self.told_round == 0 and self.outcome is None and not self._nodes
+        return self.told_round == 0 and self.outcome is None and not self.nodes
 
     # Events.
 
@@ -173,7 +164,7 @@ class Membership:
 
     def _take(self, key: str, message: protocol.FromNode, now: float) -> list[Command]:
         match message:
-            case Join(facts) | Return(facts) if self._nodes.is_outdated(facts):
+            case Join(facts) | Return(facts) if self.nodes.is_outdated(facts):
                 return [Expel(facts.key, "a newer incarnation of this node has joined")]
             case Join(facts) | Return(facts) if problem := self._past.doubts(message, self.round):
                 return self._refuse(facts, problem, now)
@@ -187,16 +178,16 @@ class Membership:
                 return self._failed(key, round, failure)
             case protocol.Succeeded(round):
                 if self._is_current(key, round):
-                    self._finish(self._nodes[key])
+                    self._finish(self.nodes[key])
                 return []
             case protocol.Leaving():
                 return self._leaving(key)
             case protocol.Left():
                 return self._left(key)
             case protocol.Close(reason):
-                return self._end(Outcome(End.CLOSED, reason)) if key in self._nodes else []
+                return self._end(Outcome(End.CLOSED, reason)) if key in self.nodes else []
             case protocol.Heartbeat():
-                self._nodes.hear(key, now)
+                self.nodes.hear(key, now)
                 return []
         assert_never(message)
 
@@ -205,27 +196,26 @@ class Membership:
         match message:
             case Join(facts, settings) | Return(facts, settings):
                 self.settings = self.settings or settings
-                self._nodes.add(facts, Stage.WAITING, now)
+                self.nodes.add(facts, Stage.WAITING, now)
                 return [Tell((facts.key,), model.Ended(self.outcome))]
             case protocol.Left():
-                self._nodes.remove(key)
+                self.nodes.remove(key)
         return []
 
     def _joined(self, join: Join, now: float) -> list[Command]:
         facts, last = join.facts, join.place
         if self._owes(facts.key) and (last is None or last.order < self._present.world.order):
             # It is a member of a round of which it has not heard, and says its join again on a new connection.
-            self._nodes.reopen(self._nodes[facts.key], now)
+            self.nodes.reopen(self.nodes[facts.key], now)
             place = self._present.world.place_of(facts.key)
             return [Tell((facts.key,), model.Sealed(facts.key, place)), *self._stop_again(facts.key)]
         ours = self.settings or join.settings
-        problem = rejection_of(facts, join.settings, ours, self._nodes, lambda node: self._is_silent(node, now))
-        if problem:
+        if problem := rejection_of(facts, join.settings, ours, self.nodes, now):
             return self._refuse(facts, problem, now)
         self.settings = ours
         commands = [] if self.told_round else self.finished.announce_next(facts.key)
         commands += self._learn_the_past(last, join.heard_round, now, join.heard_restarts)
-        earlier = self._nodes.earlier_self(facts)
+        earlier = self.nodes.earlier_self(facts)
         if earlier is not None:  # A new incarnation joins when nothing of the one before it is alive.
             commands += self._gone(earlier, "has lost its place")
         if last is not None and self._round is not None:
@@ -238,8 +228,8 @@ class Membership:
             commands += self._stopped_before(join)
             self._present.owing.discard(facts.key)
         self._past.awaited.discard(facts.node_id)
-        self._nodes.add(facts, Stage.WAITING, now, self._losses.held_until(join, self._past.order, now))
-        if facts.key in self._nodes.held:
+        self.nodes.add(facts, Stage.WAITING, now, self._losses.held_until(join, self._past.order, now))
+        if facts.key in self.nodes.held:
             return commands + self._hold([facts.key])
         return commands + (self._stand_by((facts.key,)) if self.phase is Phase.RUNNING else [])
 
@@ -260,11 +250,14 @@ class Membership:
         return self._stop(join.stop.reason, is_failure=join.stop.is_failure, is_hang=join.stop.is_hang)
 
     def _refuse(self, facts: NodeFacts, problem: str, now: float) -> list[Command]:
-        """The nodes that wait hear of it too: they may be waiting for this one."""
-        others = self._nodes.waiting - {facts.key}
-        told = Notice(f"node {facts.node_id} was turned away: {problem}")
-        is_told = self.refusals.add(now, facts.node_id, problem, bool(others))
-        return [Tell((facts.key,), model.Refused(problem)), *([Tell(tuple(sorted(others)), told)] if is_told else [])]
+        """The nodes that wait hear of it too, once a second at most: they may be waiting for this one."""
+        self.refusals.append((now, facts.node_id, problem))
+        refused = Tell((facts.key,), model.Refused(problem))
+        if now < self._refusals_told_from or not self.nodes.waiting - {facts.key}:
+            return [refused]
+        self._refusals_told_from = now + _REFUSALS_TOLD_EVERY_S
+        others = tuple(key for key in self.nodes.waiting_keys() if key != facts.key)
+        return [refused, Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}"))]
 
     def _learn_the_past(
         self, last: Place | None, heard_round: int, now: float, heard_restarts: int = 0
@@ -280,24 +273,23 @@ class Membership:
         return [*commands, Remember(self._memory(now))] if knows_more else commands
 
     def _adopt(self, place: Place, now: float) -> list[Command]:
-        """Go on with a round that another coordinator sealed. Its members are unknown until they come back, which they
-        have a lease for. Nodes that wait are told that they stand by."""
+        """Go on with a round that another coordinator sealed. Its members have a lease to come back."""
         self._begin(Round(World(place), now + self._agreed.lease_s), is_ours=False)
-        return self._stand_by(self._nodes.waiting_keys())
+        return self._stand_by(self.nodes.waiting_keys())
 
     def _returned(self, back: Return, now: float) -> list[Command]:
         self.settings = self.settings or back.settings
         facts, place = back.facts, back.place
         commands = self._learn_the_past(place, place.round, now)
         if self._round is not None and self._round.take_up(facts, place, now):
-            self._nodes.add(facts, Stage.RUNNING, now)
-        node = self._nodes.get(facts.key)
+            self.nodes.add(facts, Stage.RUNNING, now)
+        node = self.nodes.get(facts.key)
         is_member = self.world is not None and self.world.order == place.order
         if self._past.was_finished_by(facts.key, place) and back.stage is Stage.FINISHED:
             return [*commands, Tell((facts.key,), model.Stop(place.round, "the round was stopped meanwhile"))]
         if node is None or not is_member or node.stage is Stage.WAITING:
             return [*commands, Expel(facts.key, f"its place in round {place.round} was given away")]
-        self._nodes.reopen(node, now)
+        self.nodes.reopen(node, now)
         if back.stage is Stage.FINISHED:
             self._finish(node)
         return commands + self._stop_again(facts.key)
@@ -306,18 +298,11 @@ class Membership:
         """It may have missed that the round is being stopped."""
         return [Tell((key,), self._present.stopped_meanwhile())] if self.phase is Phase.STOPPING else []
 
-    def _was_silent(self, key: str, now: float) -> bool:
-        node = self._nodes.get(key)
-        return node is not None and node.stage is Stage.WAITING and self._is_silent(node, now)
-
-    def _is_silent(self, node: Node, now: float) -> bool:
-        return self.settings is not None and now - node.heard_at > _SILENT_HEARTBEATS * self.settings.heartbeat_s
-
     def _closed(self, key: str, by_peer: bool, now: float) -> None:
         """A node that may not know of the close may go on for the whole lease."""
-        node = self._nodes.get(key)
+        node = self.nodes.get(key)
         if node is not None and node.is_open and self.phase is not Phase.ENDED:
-            self._nodes.drop(node, now + (self._agreed.drop_timeout_s if by_peer else self._agreed.lease_s), by_peer)
+            self.nodes.drop(node, now + (self._agreed.drop_timeout_s if by_peer else self._agreed.lease_s), by_peer)
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail because of the stop."""
@@ -334,17 +319,15 @@ class Membership:
             self._present.unfinished.discard(node.key)
 
     def _leaving(self, key: str) -> list[Command]:
-        node = self._nodes.get(key)
-        if node is None or node.stage is not Stage.RUNNING:
+        if (node := self.nodes.get(key)) is None or node.stage is not Stage.RUNNING:
             return []
         node.stage = Stage.LEAVING
         return self._stop(f"{node.facts.node_id} leaves", departed=node.facts)
 
     def _left(self, key: str) -> list[Command]:
-        node = self._nodes.get(key)
-        if node is not None:
+        if (node := self.nodes.get(key)) is not None:
             self._past.awaited.discard(node.facts.node_id)
-            if self.told_round == 0 and not self._has_lost_nodes and len(self._nodes) == 1:
+            if self.told_round == 0 and not self._has_lost_nodes and len(self.nodes) == 1:
                 self.settings = None  # Nothing is left of the run. A node that was lost may come back.
         return self._gone(key, "left")
 
@@ -372,11 +355,11 @@ class Membership:
         if self.phase is Phase.ENDED or self.settings is None:
             return []
         commands: list[Command] = []
-        for key in self._nodes.dropped_by(now):
+        for key in self.nodes.dropped_by(now):
             self._has_lost_nodes = True
-            within_s = self.settings.drop_timeout_s if self._nodes[key].has_hung_up else self.settings.lease_s
+            within_s = self.settings.drop_timeout_s if self.nodes[key].has_hung_up else self.settings.lease_s
             commands += self._gone(key, f"is lost: its connection closed and it was not back within {within_s:g} s")
-        while (node := self._nodes.most_silent()) is not None and self._lease_ends(node) <= now:
+        while (node := self.nodes.most_silent()) is not None and self._lease_ends(node) <= now:
             self._has_lost_nodes, how = True, f"is lost: it was silent for {self.settings.lease_s:g} s"
             commands += [*self._gone(node.key, how), Expel(node.key, how.removeprefix("is lost: "))]
         round = self._round
@@ -384,7 +367,7 @@ class Membership:
             self._has_lost_nodes = True
             commands += self._stop(round.give_up_unknown())
         if round is not None and round.stop_by is not None and now >= round.stop_by:
-            commands += round.expel_stuck(self._nodes, self.settings.lease_s, now)
+            commands += round.expel_stuck(self.nodes, self.settings.lease_s, now)
         return commands
 
     def _lease_ends(self, node: Node) -> float:
@@ -392,10 +375,10 @@ class Membership:
 
     def _gone(self, key: str, how: str) -> list[Command]:
         """A node is out, and none of its workers can be alive. One that had announced its leave is not lost."""
-        node = self._nodes.get(key)
+        node = self.nodes.get(key)
         if node is None:
             return []
-        self._nodes.remove(key)
+        self.nodes.remove(key)
         is_lost = how != "left" and node.stage is not Stage.LEAVING
         if is_lost:
             self._losses.lose(node.facts.host, self.round, self._now)
@@ -432,7 +415,7 @@ class Membership:
         if self.phase is not Phase.RUNNING:
             return []
         self._enter(Phase.STOPPING)
-        members = [self._nodes[key] for key in round.world.keys if key in self._nodes]
+        members = [self.nodes[key] for key in round.world.keys if key in self.nodes]
         within_s = max((node.facts.stops_within_s for node in members), default=0.0)
         round.stop(reason, is_failure, is_hang, within_s, self._now)
         self.history = self.history.stop(*round.end(), self._now)
@@ -441,28 +424,29 @@ class Membership:
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""
-        is_time = self._present.is_time_to_admit(len(self._nodes.waiting), self._agreed, now)
-        newcomers = [facts.node_id for facts in self._ready(now)] if is_time else []
-        if not is_time or not self._present.is_time_to_admit(len(newcomers), self._agreed, now):
+        if not self._present.is_time_to_admit(len(self.nodes.waiting), self._agreed, now):
+            return []
+        newcomers = [facts.node_id for facts in self._ready(now)]
+        if not self._present.is_time_to_admit(len(newcomers), self._agreed, now):
             return []
         return self._stop(f"{named(newcomers)} {'joins' if len(newcomers) == 1 else 'join'}")
 
     def _stand_by(self, keys: tuple[str, ...], *, are_new: bool = True) -> list[Command]:
         """Also so that nodes without a place know of the round, should the coordinator lose its memory. Newcomers for
         which the round is stopped at once hear of the next one."""
-        left_s = self._present.admitted_in_s(len(self._nodes.waiting), self._agreed, self._now)
+        left_s = self._present.admitted_in_s(len(self.nodes.waiting), self._agreed, self._now)
         is_told = keys and not (are_new and left_s == 0.0)
         return [Tell(keys, self._present.stand_by(left_s))] if is_told else []
 
     def _hold(self, keys: Iterable[str]) -> list[Command]:
         """Tell nodes that are held why. What it follows from is written down before."""
-        why = self._losses.words(self._nodes, self._now, "this node")
+        why = self._losses.words(self.nodes, self._now, "this node")
         told = [Tell((key,), model.StandBy(self.round, why[key])) for key in keys]
         return [*([] if self._losses.is_written else [Remember(self._memory(self._now))]), *told]
 
     def _advance(self, now: float) -> list[Command]:
         """What is due now that the event has been taken in."""
-        freed = self._nodes.release(now)
+        freed = self.nodes.release(now)
         commands = self._stand_by(freed) if self.phase is Phase.RUNNING else []
         if self.phase is Phase.RUNNING and self._present.has_succeeded:
             commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
@@ -474,17 +458,17 @@ class Membership:
             commands += self._form(now)
         if self.phase is Phase.ENDED:
             linger_s = self.settings.close_linger_s if self.settings else 0.0
-            commands += self._linger.step(bool(self._nodes), linger_s, now)
+            commands += self._linger.step(bool(self.nodes), linger_s, now)
         return commands
 
     def _judge(self, now: float) -> list[Command]:
         """All members of the stopped round are accounted for: what was it, and does the run go on?"""
         round = self._present
         self.history = self.history.amend(*round.end(), round.idle_s)
-        survivors = tuple(key for key in round.world.keys if key in self._nodes)
+        survivors = tuple(key for key in round.world.keys if key in self.nodes)
         self._past.end(survivors, round.world.ranks)
         if not survivors:
-            self._losses.forgive(self.round, self._nodes, now)
+            self._losses.forgive(self.round, self.nodes, now)
         if round.departed:
             self._past.note_end(self.round, round.gone, self.restarts_used, has_departed=True)
         cause, decision = round.judge(self._agreed.policy, self._budget, self._losses, now)
@@ -497,45 +481,45 @@ class Membership:
         if cause is not None:
             self._past.note_end(self.round, cause.text, self.restarts_used)
         must_write = decision is not None and (decision.is_charged or decision.delay_s > 0)
-        told = [Tell(self._nodes.open_keys(), Notice(text))] if (text := round.verdict(decision)) else []
+        told = [Tell(self.nodes.open_keys(), Notice(text))] if (text := round.verdict(decision)) else []
         self._round = None
         self._enter(Phase.FORMING)
         return [*([Remember(self._memory(now))] if must_write else []), *told]
 
     def _form(self, now: float) -> list[Command]:
-        if not self._nodes or self.settings is None:
+        if not self.nodes or self.settings is None:
             self._formation.reset()
             return []
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
-        waiting = len(self._nodes.waiting)
+        waiting = len(self.nodes.waiting)
         self._formation.count(waiting, self.settings, now)
-        is_hopeless = waiting + len(self._nodes.held) < self.settings.min_nodes
+        is_hopeless = waiting + len(self.nodes.held) < self.settings.min_nodes
         if is_hopeless and self._formation.has_timed_out(self.settings, now):
-            names, held = self._nodes.names_waiting(), [*self._losses.words(self._nodes, now).values()]
+            names, held = self.nodes.names_waiting(), [*self._losses.words(self.nodes, now).values()]
             missing = too_few(names, held, self.settings.min_nodes, self.settings.join_timeout_s)
             return self._end(Outcome(End.FAILED, missing, earlier=self._past.earlier))
         if self._is_time_to_seal(waiting, now) and self._is_time_to_seal(len(ready := self._ready(now)), now):
             return self._seal(ready, now)
         progress = self._formation.progress(waiting, self.settings, now)
-        return [Tell(self._nodes.waiting_keys(), progress)] if progress is not None and waiting else []
+        return [Tell(self.nodes.waiting_keys(), progress)] if progress is not None and waiting else []
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        known = len(self._nodes) - self._nodes.held_beyond(now + self._agreed.last_call_s)
+        known = len(self.nodes) - self.nodes.held_beyond(now + self._agreed.last_call_s)
         return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""
-        return [node.facts for node in self._nodes.waiting_in_order() if not self._is_silent(node, now)]
+        return [node.facts for node in self.nodes.waiting_in_order() if not node.is_silent(self._agreed, now)]
 
     def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
         members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
         world = World.of(self.term, self.round + 1, members, self.restarts_used)
         self._begin(Round(world), is_ours=True)
         for key in world.keys:
-            self._nodes[key].stage = Stage.RUNNING
-            self._nodes.waiting.discard(key)
+            self.nodes[key].stage = Stage.RUNNING
+            self.nodes.waiting.discard(key)
         told = [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
-        waiting, held = self._nodes.waiting_keys(), sorted(self._nodes.held)
+        waiting, held = self.nodes.waiting_keys(), sorted(self.nodes.held)
         return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
 
     # The end.
@@ -543,16 +527,19 @@ class Membership:
     def _end(self, outcome: Outcome) -> list[Command]:
         self.history = self.history.finish(outcome.end.lower(), outcome.reason, self._now)
         self._enter(Phase.ENDED)
-        self.outcome, keys = outcome, self._nodes.open_keys()
+        self.outcome, keys = outcome, self.nodes.open_keys()
         size = self.world.size if self.world is not None else len(self._past.ranks)
         had_room = self.settings is not None and 0 < size < self.settings.max_nodes
         self._linger.may_more_come = outcome.end is End.CLOSED or self._has_lost_nodes or had_room
         return [Remember(self._memory(self._now)), *([Tell(keys, model.Ended(outcome))] if keys else [])]
 
     def _memory(self, now: float) -> Memory:
-        self._losses.is_written = True
-        counts = (self._budget, self._losses, self._formation.backoff_left_s(now))
-        return self._past.memory(self.term, self.round, self.world, *counts, self.settings, self.outcome, now)
+        """What the next coordinator must know. Each part adds what it would read from it."""
+        policy = self.settings.policy if self.settings else restart_policy.RestartPolicy()
+        left_s, outcome = self._formation.backoff_left_s(now), self.outcome and self.outcome.in_brief()
+        own = Memory(self.term, last_round=self.round, settings=self.settings, outcome=outcome, backoff_left_s=left_s)
+        memory = self._budget.noted_in(self._past.noted_in(own, self.world), policy, now)
+        return self._losses.noted_in(memory, policy, now)
 
     def check(self) -> None:
         """The invariants; tests and the simulator call this after every step."""
@@ -560,11 +547,10 @@ class Membership:
         assert (self.phase in (Phase.RUNNING, Phase.STOPPING)) <= (round is not None)
         assert (self.phase is Phase.ENDED) == (self.outcome is not None)
         assert round is None or round.returns_until is None or round.world.missing > 0
-        self._nodes.check()
+        self.nodes.check()
         self.history.check(self._now)
         if self.phase is not Phase.ENDED:
-            assert round is None or all(key in round.world.ranks and key in self._nodes for key in round.owing)
+            assert round is None or all(key in round.world.ranks and key in self.nodes for key in round.owing)
         if self.settings and self.world:
             assert self.settings.min_nodes <= self.world.size <= self.settings.max_nodes
-            policy = self.settings.policy
-            assert policy.window_s is not None or self.restarts_used <= policy.max_restarts
+            assert self.settings.policy.window_s is not None or self.restarts_used <= self.settings.policy.max_restarts

@@ -329,6 +329,9 @@ def _clipped(value: Any, hint: Any) -> Any:
     return value
 
 
+# What the membership takes and gives (`phases`): nodes by their keys.
+
+
 class From(msgspec.Struct, frozen=True):
     """A message of the node with that key."""
 
@@ -373,6 +376,61 @@ class ForgetRun(msgspec.Struct, frozen=True):
 
 
 Command = Tell | Remember | Expel | ForgetRun
+
+
+# What a run's machine takes and gives (`run`): connections by their numbers.
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A client has proved itself on a new connection. Later connections have higher numbers."""
+
+    conn: int
+    introduction: Introduction
+
+
+class Received(msgspec.Struct, frozen=True):
+    conn: int
+    message: FromNode
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """`by_peer`: the peer closed the connection. False after a close of our own, a timeout, or in doubt."""
+
+    conn: int
+    by_peer: bool
+
+
+class TermRaised(msgspec.Struct, frozen=True):
+    """The storage has given this coordinator that term."""
+
+    term: int
+
+
+RunEvent = Opened | Received | Closed | TermRaised | model.CloseRequested | TimePassed
+
+Sends = list[tuple[tuple[int, ...], ToClient]]  # Connections, and the message for all of them.
+
+
+class Ready(msgspec.Struct):
+    """What the shell has to do after a step, in this order:
+
+    1. send `send_now`: answers to heartbeats, which wait for nothing,
+    2. raise the term above `raise_term`, then write `persist`,
+    3. when these writes, and all that were asked for before them, are durable: send `send_after_persist`, close the
+       connections of `close` (each with the reason for the log, or nothing), and, with `forget`, delete the memory and
+       end.
+    """
+
+    send_now: Sends = []
+    raise_term: int | None = None
+    persist: Memory | None = None
+    send_after_persist: Sends = []
+    close: list[tuple[int, str]] = []
+    forget: bool = False
+
+    def tell(self, conns: tuple[int, ...], message: ToClient) -> None:
+        if conns:
+            self.send_after_persist.append((conns, message))
 
 
 # A step of the machine in brief, for its story: messages may be large.

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.failures.records import REFUSAL, Failure
-from holdfast.frozen import frozen
+from holdfast.frozen import changed, frozen
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
@@ -95,18 +95,17 @@ Decision = Restart | GiveUp
 
 
 class Budget:
-    """The restarts that were charged: how many, and when, by the clock of its owner. Only a count comes from outside.
-    When those restarts happened is not known then, so no window counts them. `best_step` is the highest step of all
-    rounds, `fruitless` how many rounds in a row before the present one failed or were lost without new progress.
-    `has_advanced`: the present one has made some."""
+    """The restarts that were charged, and the progress between them, by the clock of its owner."""
 
     def __init__(
         self, now: float, used: int = 0, ages_s: Sequence[float] = (), best_step: int | None = None, fruitless: int = 0
     ) -> None:
+        # How many. It also rises by what nodes say: when those restarts happened is unknown, so no window counts them.
         self.used = used
-        self.best_step, self.fruitless = best_step, fruitless
-        self.has_advanced = False
-        self._times = deque((now - age_s for age_s in ages_s), maxlen=_REMEMBERED_AT_MOST)
+        self._times = deque((now - age_s for age_s in ages_s), maxlen=_REMEMBERED_AT_MOST)  # When; at most `used`.
+        self.best_step = best_step  # The highest of all rounds.
+        self.fruitless = fruitless  # How many rounds in a row before the present one ended without new progress.
+        self.has_advanced = False  # The present round has made some.
 
     @classmethod
     def of(cls, now: float, memory: Memory) -> Budget:
@@ -144,9 +143,12 @@ class Budget:
             return self.used
         return sum(1 for at in self._times if now - at < window_s)
 
-    def ages_s(self, window_s: float | None, now: float) -> tuple[float, ...]:
-        """Of those that a window may still count, oldest first."""
-        return tuple(now - at for at in self._times if window_s is not None and now - at < window_s)
+    def noted_in(self, memory: Memory, policy: RestartPolicy, now: float) -> Memory:
+        """With the ages of those that a window may still count, oldest first."""
+        window_s = policy.window_s
+        ages_s = tuple(now - at for at in self._times if window_s is not None and now - at < window_s)
+        own = {"restarts_used": self.used, "best_step": self.best_step, "fruitless": self.fruitless}
+        return changed(memory, restart_ages_s=ages_s, **own)
 
 
 def decide(policy: RestartPolicy, budget: Budget, failure: Failure, now: float) -> Decision:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 from holdfast.failures.cause import root_cause
 from holdfast.failures.records import HANG, Evidence, Failure
+from holdfast.frozen import changed
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.formation import named
 from holdfast.rendezvous.membership.losses import Losses
@@ -16,7 +16,6 @@ from holdfast.rendezvous.membership.model import (
     Memory,
     NodeFacts,
     Notice,
-    Outcome,
     Place,
     Settings,
     StandBy,
@@ -42,25 +41,24 @@ _MEMBERS_WRITTEN_DOWN_BYTES = 1 << 19  # So that the memory fits into a value of
 
 
 class Round:
-    """One life of a world. `owing` are the members whose workers may be alive, `unfinished` those whose workers have
-    not succeeded. `failures` are in the order in which they were reported, one for each node; `departed` are members
-    that went away, and how; `has_lost_node`: at least one without a word. Until `returns_until` unknown members of an
-    adopted world may come back; by `stop_by` all must be back from a stop; at `admit_at` newcomers are admitted.
-    `idle_s`: how long before the stop the last progress was, as far as nodes say."""
+    """One life of a world. Sets and dictionaries are by the keys of members."""
 
     def __init__(self, world: World, returns_until: float | None = None) -> None:
         self.world = world
-        self.owing, self.unfinished = set(world.keys), set(world.keys)
-        self.failures: dict[str, Failure] = {}
-        self.departed: dict[str, str] = {}
-        self.has_lost_node = False
-        self.idle_s: float | None = None
+        self.owing = set(world.keys)  # Members whose workers may be alive. Empty before the round is judged.
+        self.unfinished = set(world.keys)  # Members whose workers have not succeeded; those that failed stay here.
+        self.failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
+        self.departed: dict[str, str] = {}  # Members that went away, and how. "" stands for unknown ones.
+        self.has_lost_node = False  # At least one of `departed` went without a word.
+        self.idle_s: float | None = None  # How long before the stop the last progress was, as far as nodes say.
+        # Of an adopted world, while members are unknown: until then they may come back.
         self.returns_until = returns_until
+        # While the round is being stopped: why, since when, and when the members must be back from it.
         self.is_stopped_for_failure = self.is_stopped_for_hang = False
         self.stop_reason = ""
         self.stopped_at = 0.0
         self.stop_by: float | None = None
-        self.admit_at: float | None = None
+        self.admit_at: float | None = None  # While it runs and newcomers wait: it is stopped for them then.
 
     @property
     def has_succeeded(self) -> bool:
@@ -102,7 +100,7 @@ class Round:
         besides = (each for each in self.failures.values() if each is not cause)
         for failure in itertools.islice(besides, MAX_OTHER_FAILURES):
             left_chars -= failure.evidence.size_chars()
-            others.append(failure if left_chars >= 0 else replace(failure, evidence=Evidence()))
+            others.append(failure if left_chars >= 0 else changed(failure, evidence=Evidence()))
         return tuple(others)
 
     def stop(self, reason: str, is_failure: bool, is_hang: bool, within_s: float, now: float) -> None:
@@ -202,19 +200,18 @@ class Past:
     """What is known of rounds that this coordinator did not seal: from the memory, and from the nodes that come.
     Members of the last round may still run where this coordinator cannot see them. So nothing is sealed for a lease,
     and on etcd for the leader's lease too, unless all members of the last round are back. If a node knows of a later
-    round than the memory does, the memory was lost, and only the full wait will do. `ranks` are those of the last round
-    that is over, by key. `is_over`: the last round was stopped and judged. `earlier`: why the last rounds ended."""
+    round than the memory does, the memory was lost, and only the full wait will do."""
 
     def __init__(self, memory: Memory | None, now: float) -> None:
         known = memory or Memory()
-        self.order = (known.round_term, known.last_round)
-        self.members = known.members
-        self.ranks = {key: rank for rank, key in enumerate(known.members)}
-        self.is_over = known.is_round_over
-        self.earlier = known.earlier
-        self.has_seen_no_round = True
+        self.order = (known.round_term, known.last_round)  # Of the last round, whoever sealed it.
+        self.is_over = known.is_round_over  # The last round was stopped and judged.
+        self.members = known.members  # Of the last round; if it is over, those that were still there.
+        self.ranks = {key: rank for rank, key in enumerate(known.members)}  # In the last round that is over, by key.
+        self.earlier = known.earlier  # Why the last rounds ended.
+        self.has_seen_no_round = True  # This coordinator has neither sealed nor adopted one.
         self.awaited = {key.rpartition("/")[0] for key in known.members}  # Node ids of members that are not back.
-        # The members are too many to be written down, or what was written cannot be read.
+        # There was a round, and its members are not known: too many to be written down, or the memory was lost.
         self.is_unknown = memory is not None and not known.members
         self._started_at = now
 
@@ -265,41 +262,11 @@ class Past:
             return now
         return self._started_at + settings.lease_s + settings.leader_lease_s
 
-    def members_to_write_down(self, world: World | None) -> tuple[str, ...]:
-        """Of the last round; none if they are not all known, or too many."""
+    def noted_in(self, memory: Memory, world: World | None) -> Memory:
+        """With the members of the last round; without them if they are not all known, or too many."""
         members = self.members if self.is_over or world is None else () if world.missing else world.keys
         size_bytes = sum(len(key.encode()) for key in members)
-        is_too_much = len(members) > _MEMBERS_WRITTEN_DOWN or size_bytes > _MEMBERS_WRITTEN_DOWN_BYTES
-        return () if is_too_much else members
-
-    def memory(
-        self,
-        term: int,
-        round: int,
-        world: World | None,
-        budget: Budget,
-        losses: Losses,
-        backoff_left_s: float,
-        settings: Settings | None,
-        outcome: Outcome | None,
-        now: float,
-    ) -> Memory:
-        """What the next coordinator must know."""
-        policy = settings.policy if settings else RestartPolicy()
-        return Memory(
-            term=term,
-            round_term=self.order[0],
-            last_round=round,
-            members=self.members_to_write_down(world),
-            is_round_over=self.is_over,
-            restarts_used=budget.used,
-            restart_ages_s=budget.ages_s(policy.window_s, now),
-            settings=settings,
-            outcome=outcome and outcome.in_brief(),
-            earlier=self.earlier,
-            best_step=budget.best_step,
-            fruitless=budget.fruitless,
-            loss_ages_s=losses.ages_s(policy, now),
-            host_loss_ages_s=losses.host_ages_s(now),
-            backoff_left_s=backoff_left_s,
-        )
+        if len(members) > _MEMBERS_WRITTEN_DOWN or size_bytes > _MEMBERS_WRITTEN_DOWN_BYTES:
+            members = ()
+        own = {"round_term": self.order[0], "is_round_over": self.is_over, "earlier": self.earlier}
+        return changed(memory, members=members, **own)

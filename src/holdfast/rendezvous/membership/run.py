@@ -1,7 +1,7 @@
 """The machine of one run: identity, term, and the order of writing and telling. Pure.
 
 A coordinator's shell numbers its connections and knows nothing else about them. This machine takes what happens on
-connections (`Opened`, `Received`, `Closed`), what the storage has done (`Written`, `TermRaised`) and time, and answers
+connections (`Opened`, `Received`, `Closed`), the term that the storage has raised (`TermRaised`) and time, and answers
 each with one `Ready`. It knows which connection speaks for which incarnation of which node, and passes what nodes say
 on to `Membership`, which decides about rounds.
 
@@ -31,78 +31,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from enum import StrEnum
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
-from holdfast.frozen import changed, frozen
+from holdfast.frozen import changed
 from holdfast.rendezvous.membership import keys, model, protocol
 from holdfast.rendezvous.membership.model import Memory, NodeFacts
 from holdfast.rendezvous.membership.phases import Membership
-from holdfast.rendezvous.membership.protocol import Expel, ForgetRun, From, Introduction, Join, Remember, Return, Tell
+from holdfast.rendezvous.membership.protocol import (
+    Closed,
+    Expel,
+    ForgetRun,
+    From,
+    Introduction,
+    Join,
+    Opened,
+    Ready,
+    Received,
+    Remember,
+    Return,
+    RunEvent,
+    Tell,
+    TermRaised,
+)
 
 _DESERTED_S = 60.0
 _LONGEST_DESERTED_S = 300.0
 _REMEMBERED_NODES = 4096  # Of which no connection is open.
-
-
-@frozen
-class Opened:
-    """A client has proved itself on a new connection. Later connections have higher numbers."""
-
-    conn: int
-    introduction: Introduction
-
-
-@frozen
-class Received:
-    conn: int
-    message: protocol.FromNode
-
-
-@frozen
-class Closed:
-    """`by_peer`: the peer closed the connection. False after a close of our own, a timeout, or in doubt."""
-
-    conn: int
-    by_peer: bool
-
-
-@frozen
-class Written:
-    """The write of that number, and all before it, are durable."""
-
-    number: int
-
-
-@frozen
-class TermRaised:
-    """The storage has given this coordinator that term."""
-
-    term: int
-
-
-RunEvent = Opened | Received | Closed | Written | TermRaised | model.CloseRequested | protocol.TimePassed
-
-Sends = tuple[tuple[tuple[int, ...], protocol.ToClient], ...]  # Connections, and the message for all of them.
-
-
-@frozen
-class Ready:
-    """What the shell has to do after a step, in this order:
-
-    1. send `send_now`: answers to heartbeats, which wait for nothing,
-    2. raise the term above `raise_term`, then write `persist`; each is one write, and `writes` is the number of the
-       last one that was asked for so far,
-    3. when all those writes are durable: send `send_after_persist`, close the connections of `close` (each with the
-       reason for the log, or nothing), and, with `forget`, delete the memory and end.
-    """
-
-    send_now: Sends = ()
-    raise_term: int | None = None
-    persist: Memory | None = None
-    writes: int = 0
-    send_after_persist: Sends = ()
-    close: tuple[tuple[int, str], ...] = ()
-    forget: bool = False
 
 
 class Access(StrEnum):
@@ -124,8 +78,7 @@ class _Peer:
         self.secret = keys.hash_of_secret(introduction.secret)
 
 
-@frozen
-class _Known:
+class _Known(NamedTuple):
     """A node that has joined: its last incarnation, the connection on which that spoke last (0 for none), and the hash
     of its secret (empty if the coordinator before this one did not write it down)."""
 
@@ -135,32 +88,23 @@ class _Known:
 
 
 class Run:
-    """One run. Fields that belong together:
-
-    `membership`  who is in, and the rounds; `decided` are its commands of the last step, for the log
-    `_peers`      the open connections, by number; one that the machine has closed is not in it any more
-    `_known`      by node id, nodes that have joined. `_known[id].conn` is the one connection that speaks for the node:
-                  `_peers[conn].key == _known[id].key` if that connection is open
-    `_unwelcome`  connections that are welcomed when the storage has raised the term; a part of `_peers`
-    `_clients`    how many of `_peers` are no visitors; `_alone_at` is when the last of those was closed, and None while
-                  there is one
-    `_writes`     how many writes were asked for; `_written` of them are durable
-    """
+    """One run."""
 
     def __init__(
         self, now: float, memory: Memory | None = None, *, term: int | None = None, age_s: float = 0.0
     ) -> None:
         """`memory` is what an earlier coordinator of this run wrote down, `age_s` ago. `term` is that of this
         coordinator, higher than any before it; without one, the next after the memory's."""
-        self.membership = Membership(now, memory, term=term, age_s=age_s)
-        self.decided: list[protocol.Command] = []
-        self._peers: dict[int, _Peer] = {}
+        self.membership = Membership(now, memory, term=term, age_s=age_s)  # Who is in, and the rounds.
+        self.decided: list[protocol.Command] = []  # The membership's commands of the last step, for the log.
+        self._peers: dict[int, _Peer] = {}  # The open connections, by number. One that the machine closes leaves it.
+        # Nodes that have joined, by node id. `_known[id].conn` is the one connection that speaks for the node:
+        # `_peers[conn].key == _known[id].key` if that connection is open.
         self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._unwelcome: list[int] = []
-        self._clients = 0
-        self._writes = self._written = 0
-        self._alone_at: float | None = now
-        self._has_forgotten = False
+        self._unwelcome: list[int] = []  # The part of `_peers` that is welcomed when the storage has raised the term.
+        self._clients = 0  # How many of `_peers` are no visitors.
+        self._alone_at: float | None = now  # When the last of these was closed; None while there is one.
+        self._has_forgotten = False  # `Ready.forget` was said, which is said once.
         if memory is not None and memory.secrets:
             for key, secret in zip(memory.members, memory.secrets, strict=False):
                 self._known[key.rpartition("/")[0]] = _Known(key, 0, secret)
@@ -194,11 +138,6 @@ class Run:
         known = self._known.get(node_id)
         return known.conn if known is not None and known.conn in self._peers else None
 
-    @property
-    def is_blank(self) -> bool:
-        """Whether nothing would be lost if another run took this one's place."""
-        return self.membership.is_blank
-
     def passing_s(self, now: float) -> float | None:
         """How long a node of another run has to wait until it can take this run's place; None if this run goes on. A
         run that has ended waits for nodes that have not heard of it, a deserted one until the leases are over."""
@@ -214,63 +153,59 @@ class Run:
     # Events.
 
     def step(self, event: RunEvent, now: float) -> Ready:
-        draft = _Draft()
+        ready = Ready()
         self.decided = []
         match event:
             case Received(conn, protocol.Heartbeat(number) as message):
                 if (key := self.speaker(conn)) is None:
-                    return Ready(writes=self._writes)
-                draft.send_now = (((conn,), protocol.HeartbeatAnswer(number)),)
+                    return ready
+                ready.send_now.append(((conn,), protocol.HeartbeatAnswer(number)))
                 if not (commands := self.membership.step(From(key, message), now)):
-                    return Ready(draft.send_now, writes=self._writes)
-                self._carry_out(commands, draft)
+                    return ready
+                self._carry_out(commands, ready)
             case Received(conn, message):
                 if conn in self._peers:
-                    self._received(conn, self._peers[conn], message, now, draft)
+                    self._received(conn, self._peers[conn], message, now, ready)
             case Opened(conn, introduction):
-                self._opened(conn, introduction, draft)
+                self._opened(conn, introduction, ready)
             case Closed(conn, by_peer):
-                self._closed(conn, by_peer, now, draft)
-            case Written(number):
-                self._written = max(self._written, number)
+                self._closed(conn, by_peer, now, ready)
             case TermRaised(term):
                 self.membership.term = max(self.membership.term, term)
                 for conn in self._unwelcome:
-                    self._welcome(conn, draft)
+                    self._welcome(conn, ready)
                 self._unwelcome.clear()
             case model.CloseRequested() | protocol.TimePassed():
-                self._pass_on(event, now, draft)
+                self._pass_on(event, now, ready)
             case _:
                 assert_never(event)
         done = 0
-        while done < len(draft.close):  # If one of them spoke for a node, the membership hears of it.
-            self._closed(draft.close[done][0], False, now, draft)
+        while done < len(ready.close):  # If one of them spoke for a node, the membership hears of it.
+            self._closed(ready.close[done][0], False, now, ready)
             done += 1
         if (deserted_at := self._deserted_at()) is not None and now >= deserted_at:
-            draft.forget = True
-        if self._has_forgotten:
-            draft.forget = False
-        self._has_forgotten |= draft.forget
-        self._writes += (draft.raise_term is not None) + (draft.persist is not None)
-        return draft.ready(self._writes)
+            ready.forget = True
+        ready.forget = ready.forget and not self._has_forgotten
+        self._has_forgotten |= ready.forget
+        return ready
 
     # Connections.
 
-    def _opened(self, conn: int, introduction: Introduction, draft: _Draft) -> None:
+    def _opened(self, conn: int, introduction: Introduction, ready: Ready) -> None:
         peer = self._peers[conn] = _Peer(introduction)
         if not introduction.is_visitor:
             self._clients += 1
             self._alone_at = None
         if problem := self._objection_to(introduction, peer):
-            draft.send((conn,), protocol.Denied(problem))
-            draft.close.append((conn, f"is turned away: {problem}"))
+            ready.tell((conn,), protocol.Denied(problem))
+            ready.close.append((conn, f"is turned away: {problem}"))
         elif not introduction.is_visitor and self._raise_term(introduction.term):
-            draft.raise_term = introduction.term
+            ready.raise_term = introduction.term
             self._unwelcome.append(conn)
         elif self._unwelcome:
             self._unwelcome.append(conn)
         else:
-            self._welcome(conn, draft)
+            self._welcome(conn, ready)
 
     def _raise_term(self, heard: int) -> bool:
         """A node knows of a coordinator of that term. Rounds that are sealed from now on must be later, also while the
@@ -288,12 +223,12 @@ class Run:
             return f"it claims to know of term {introduction.term}, which no coordinator can have reached"
         return ""
 
-    def _welcome(self, conn: int, draft: _Draft) -> None:
+    def _welcome(self, conn: int, ready: Ready) -> None:
         run = self.membership
         if conn in self._peers:
-            draft.send((conn,), protocol.Welcome(run.term, run.told_round, run.restarts_at_seal))
+            ready.tell((conn,), protocol.Welcome(run.term, run.told_round, run.restarts_at_seal))
 
-    def _closed(self, conn: int, by_peer: bool, now: float, draft: _Draft) -> None:
+    def _closed(self, conn: int, by_peer: bool, now: float, ready: Ready) -> None:
         key = self.speaker(conn)
         peer = self._peers.pop(conn, None)
         if peer is None:
@@ -304,7 +239,7 @@ class Run:
             self._clients -= 1
             self._alone_at = now if self._clients == 0 else None
         if key is not None:
-            self._pass_on(protocol.ConnectionClosed(key, by_peer), now, draft)
+            self._pass_on(protocol.ConnectionClosed(key, by_peer), now, ready)
 
     def _deserted_at(self) -> float | None:
         """When the run is forgotten if no node comes back: three leases, and a few minutes at most. But while a lease
@@ -320,13 +255,13 @@ class Run:
 
     # What nodes say.
 
-    def _received(self, conn: int, peer: _Peer, message: protocol.FromNode, now: float, draft: _Draft) -> None:
+    def _received(self, conn: int, peer: _Peer, message: protocol.FromNode, now: float, ready: Ready) -> None:
         if peer.introduction.is_visitor:
-            draft.close.append((conn, f"is a visitor and sent {type(message).__name__}"))
+            ready.close.append((conn, f"is a visitor and sent {type(message).__name__}"))
         elif isinstance(message, Join | Return):
-            self._joined(conn, peer, message, now, draft)
+            self._joined(conn, peer, message, now, ready)
         elif (key := self.speaker(conn) or self._gone_speaker(conn, peer, message)) is not None:
-            self._pass_on(From(key, message), now, draft)
+            self._pass_on(From(key, message), now, ready)
 
     def _gone_speaker(self, conn: int, peer: _Peer, message: protocol.FromNode) -> str | None:
         """A node that is done says so on a new connection, on which it does not join."""
@@ -334,31 +269,31 @@ class Run:
         is_its_word = isinstance(message, protocol.Left) and known is not None and conn > known.conn
         return known.key if is_its_word and known is not None and known.secret == peer.secret else None
 
-    def _joined(self, conn: int, peer: _Peer, message: Join | Return, now: float, draft: _Draft) -> None:
+    def _joined(self, conn: int, peer: _Peer, message: Join | Return, now: float, ready: Ready) -> None:
         """The connection speaks for the node if the membership accepts what it says, else it is told why and closed."""
         facts = message.facts
         known = self._known.get(facts.node_id)
         if facts.node_id != peer.introduction.node_id:
-            draft.close.append((conn, f"speaks for {facts.node_id!r}, which is another node"))
+            ready.close.append((conn, f"speaks for {facts.node_id!r}, which is another node"))
             return
         if known is not None and (conn < known.conn or (known.secret and known.secret != peer.secret)):
-            draft.close.append((conn, ""))
+            ready.close.append((conn, ""))
             return
         before = self.speaker(conn)
         commands = self.membership.step(From(facts.key, message), now)
         if facts.key in self.membership.nodes and not _is_turned_away(facts.key, commands):
-            self._speaks(conn, peer, facts, draft)
-        self._carry_out(commands, draft, (facts.key, conn))
+            self._speaks(conn, peer, facts, ready)
+        self._carry_out(commands, ready, (facts.key, conn))
         if before is not None and before != facts.key:  # The next incarnation of the same agent.
-            self._pass_on(protocol.ConnectionClosed(before), now, draft)
+            self._pass_on(protocol.ConnectionClosed(before), now, ready)
 
-    def _speaks(self, conn: int, peer: _Peer, facts: NodeFacts, draft: _Draft) -> None:
+    def _speaks(self, conn: int, peer: _Peer, facts: NodeFacts, ready: Ready) -> None:
         """From now on the connection speaks for the node, and an older one does not."""
         known = self._known.get(facts.node_id)
         if known is not None and known.conn != conn and known.conn in self._peers:
             if known.key != facts.key:
-                draft.send((known.conn,), model.Expelled("a newer incarnation of this node has joined"))
-            draft.close.append((known.conn, ""))
+                ready.tell((known.conn,), model.Expelled("a newer incarnation of this node has joined"))
+            ready.close.append((known.conn, ""))
         peer.key = facts.key
         self._known[facts.node_id] = _Known(facts.key, conn, peer.secret)
         self._known.move_to_end(facts.node_id)
@@ -373,29 +308,27 @@ class Run:
 
     # What the membership decides.
 
-    def _pass_on(self, event: protocol.Event, now: float, draft: _Draft) -> None:
-        self._carry_out(self.membership.step(event, now), draft)
+    def _pass_on(self, event: protocol.Event, now: float, ready: Ready) -> None:
+        self._carry_out(self.membership.step(event, now), ready)
 
-    def _carry_out(
-        self, commands: list[protocol.Command], draft: _Draft, asking: tuple[str, int] | None = None
-    ) -> None:
+    def _carry_out(self, commands: list[protocol.Command], ready: Ready, asking: tuple[str, int] | None = None) -> None:
         """`asking` is the node whose join or return is being answered, and its connection."""
         self.decided += commands
         for command in commands:
             match command:
                 case Tell(told, message):
                     conns = self._conns_of(told, asking)
-                    draft.send(conns, message)
+                    ready.tell(conns, message)
                     if isinstance(message, model.Refused):
-                        draft.close += [(conn, f"is refused: {message.reason}") for conn in conns]
+                        ready.close += [(conn, f"is refused: {message.reason}") for conn in conns]
                 case Remember(memory):
-                    draft.persist = changed(memory, secrets=self._secrets_of(memory.members))
+                    ready.persist = changed(memory, secrets=self._secrets_of(memory.members))
                 case Expel(key, reason):
                     conns = self._conns_of((key,), asking)
-                    draft.send(conns, model.Expelled(reason))
-                    draft.close += [(conn, f"is expelled: {reason}") for conn in conns]
+                    ready.tell(conns, model.Expelled(reason))
+                    ready.close += [(conn, f"is expelled: {reason}") for conn in conns]
                 case ForgetRun():
-                    draft.forget = True
+                    ready.forget = True
                 case _:
                     assert_never(command)
 
@@ -416,31 +349,10 @@ class Run:
     def check(self) -> None:
         """The invariants; tests and the simulator call this after every step."""
         self.membership.check()
-        assert self._written <= self._writes
         assert all(conn in self._peers for conn in self._unwelcome)
         for node_id, known in self._known.items():
             peer = self._peers.get(known.conn)
             assert peer is None or (peer.key == known.key and peer.introduction.node_id == node_id)
-
-
-class _Draft:
-    """A `Ready` in the making."""
-
-    def __init__(self) -> None:
-        self.send_now: Sends = ()
-        self.raise_term: int | None = None
-        self.persist: Memory | None = None
-        self.close: list[tuple[int, str]] = []
-        self.forget = False
-        self._sends: list[tuple[tuple[int, ...], protocol.ToClient]] = []
-
-    def send(self, conns: tuple[int, ...], message: protocol.ToClient) -> None:
-        if conns:
-            self._sends.append((conns, message))
-
-    def ready(self, writes: int) -> Ready:
-        told = tuple(self._sends)
-        return Ready(self.send_now, self.raise_term, self.persist, writes, told, tuple(self.close), self.forget)
 
 
 def _is_turned_away(key: str, commands: list[protocol.Command]) -> bool:
