@@ -33,7 +33,6 @@ from tests import support
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
-BEHAVIOUR = ROOT / "docs" / "behaviour.md"
 EXAMPLES = ROOT / "examples" / "README.md"
 HANGS = ROOT / "docs" / "hangs.md"
 ETCD = ROOT / "docs" / "etcd.md"
@@ -164,13 +163,6 @@ def test_every_document_can_be_reached_from_the_readme() -> None:
     assert [name_of(path) for path in DOCUMENTS if path not in reached] == []
 
 
-def promises() -> list[tuple[str, str]]:
-    """Every row of the tables of promises: what is promised, and the tests."""
-    rows = re.findall(r"^\| (.+) \| (tests/.+) \|$", BEHAVIOUR.read_text(), re.MULTILINE)
-    assert rows, "docs/behaviour.md has lost its tables"
-    return [(promise, test) for promise, tests in rows for test in tests.split(", ")]
-
-
 @cache
 def names_of_tests(path: Path) -> set[str]:
     """Functions, classes and methods of a test module, and classes that it gets by assignment."""
@@ -190,13 +182,10 @@ def exists(test: str) -> bool:
     return (ROOT / place).is_file() and name in names_of_tests(ROOT / place)
 
 
-def test_promises_name_tests_that_exist() -> None:
-    assert sorted({test for _, test in promises() if not exists(test)}) == []
-
-
-def test_every_row_of_the_behaviour_page_is_read() -> None:
-    rows = [line for line in BEHAVIOUR.read_text().splitlines() if line.startswith("| ") and "| test |" not in line]
-    assert len(rows) == len({promise for promise, _ in promises()})
+def test_tests_in_the_documents_exist() -> None:
+    pattern = re.compile(r"tests/[\w/]+\.py::\w+(?:::\w+)?")
+    named = {(name_of(path), test) for path in DOCUMENTS for test in pattern.findall(path.read_text())}
+    assert sorted((page, test) for page, test in named if not exists(test)) == []
 
 
 def test_modules_in_the_documents_exist() -> None:

@@ -7,6 +7,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from docs import make_behaviour
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "holdfast"
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -232,3 +234,10 @@ def test_the_worker_bootstrap_stands_alone() -> None:
 def test_no_framework_is_imported() -> None:
     for path in MODULES:
         assert not [name for name in imports_of(path) if name.split(".")[0] in ("torch", "jax", "tensorflow")]
+
+
+def test_the_page_of_promises_is_what_the_tests_promise() -> None:
+    promises = make_behaviour.read()
+    page = make_behaviour.PAGE.read_text()
+    assert make_behaviour.filled(page, promises) == page, "make docs makes it anew"
+    assert promises.problems == []
