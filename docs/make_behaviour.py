@@ -87,6 +87,8 @@ def filled(page: str, promises: Promises) -> str:
     used = {identifier.partition(".")[0] for identifier in promises.texts}
     promises.problems += [f"docs/behaviour.md has no list for {each}" for each in sorted(used - {*sections})]
     promises.problems += [f"nothing is promised for {each}" for each in sections if each not in used]
+    rows = [line for line in page.splitlines() if sections and line.startswith("| ")]
+    promises.problems += [f"this promise does not stand beside a test: {row}" for row in rows]
     return _BLOCK.sub(lambda block: _list(block[1], block[0], promises), page)
 
 
