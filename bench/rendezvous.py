@@ -109,9 +109,13 @@ def measure_crowd(turns: Turns) -> None:
 
 
 async def _form_s(port: int, size: int) -> float:
-    async with crowd(port, "bench", size) as formed:
-        assert formed.ranks == set(range(size)), f"{size} nodes got {len(formed.ranks)} ranks"
-        return formed.formed_s
+    """From the first attempt to connect until the last client knows its rank."""
+    began = time.perf_counter()
+    async with crowd(port, "bench", size) as clients:
+        took_s = time.perf_counter() - began
+        ranks = {client.place.rank for client in clients if client.place}
+        assert ranks == set(range(size)), f"{size} nodes got {len(ranks)} ranks"
+        return took_s
 
 
 def measure_adoption(turns: Turns) -> None:
@@ -134,11 +138,11 @@ async def _adopt(directory: Path, size: int) -> tuple[float, float]:
     node's heartbeat was answered."""
     first = CoordinatorProcess(directory, port=free_port())
     with suppress(ConnectionError):
-        async with crowd(first.port, "bench", size) as formed:
+        async with crowd(first.port, "bench", size) as clients:
             first.kill()
             with coordinator(directory, port=first.port) as second:
                 before_s, began = _cpu_s(second), time.perf_counter()
-                await come_back(formed.clients, first.port)
+                await come_back(clients, first.port)
                 return _cpu_s(second) - before_s, time.perf_counter() - began
     raise AssertionError("the nodes did not come back")
 
@@ -165,11 +169,11 @@ def measure_idle_coordinator(turns: Turns) -> None:
 
 
 async def _idle_percent(server: CoordinatorProcess, nodes: int, rest_s: float) -> float:
-    async with crowd(server.port, "bench", nodes, heartbeat_s=1.0) as formed:
-        before = sum(client.answers for client in formed.clients)
+    async with crowd(server.port, "bench", nodes, heartbeat_s=1.0) as clients:
+        before = sum(client.answers for client in clients)
         began, used_s = time.monotonic(), _cpu_s(server)
         await asyncio.sleep(rest_s)
         took_s, used_s = time.monotonic() - began, _cpu_s(server) - used_s
-        answered = sum(client.answers for client in formed.clients) - before
+        answered = sum(client.answers for client in clients) - before
         assert answered >= 0.7 * nodes * (rest_s - 1), f"only {answered} heartbeats were answered in {took_s:.0f} s"
         return 100 * used_s / took_s
