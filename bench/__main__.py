@@ -197,7 +197,7 @@ def run_suite(measures: Sequence[Measure], is_quick: bool) -> Results:
         sections.append(run_measure(measure, Turns(measure.repeats, is_quick, tell)))
     machine["load"] += f" at the start, {_load()} at the end"
     took_s = round(time.monotonic() - began, 1)
-    return Results(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", machine, took_s, is_quick, sections)
+    return Results(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", machine, took_s, sections)
 
 
 def run_measure(measure: Measure, turns: Turns) -> Section:

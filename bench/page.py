@@ -12,6 +12,7 @@ from bench.results import Bound, Results, Row, Section, number
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 PLOTS = "docs/benchmarks"
 _TOP_PLOT = "restart-torch"
+_TOP_TITLE = "Failure to the first all-reduce after it, 4 workers with torch (ms)"
 _NAMES = {"bare": "bare limit", "holdfast preload": "holdfast `--preload torch`"}
 _ORDER = ("holdfast", "holdfast preload", "torchrun", "bare")
 
@@ -33,7 +34,7 @@ def with_figures(readme: str, results: Results) -> str:
 def readme_block(results: Results) -> str:
     lines = [BEGIN, *(f"- {line}" for line in headlines(results)), ""]
     if _TOP_PLOT in plots_of(results):
-        lines += [f"![{_plot_title(results)}]({PLOTS}/{_TOP_PLOT}.svg)", ""]
+        lines += [f"![{_TOP_TITLE}]({PLOTS}/{_TOP_PLOT}.svg)", ""]
     how = f"Measured on {_where(results)}; all figures, the plots and how to repeat them: [{PLOTS}.md]({PLOTS}.md)."
     return "\n".join([*lines, how, END])
 
@@ -73,7 +74,7 @@ def _opening(results: Results, drawn: Mapping[str, str]) -> str:
         lines += ["**The machine was busy with other work. These figures are preliminary.**", ""]
     lines += [f"- {line}" for line in headlines(results)]
     if _TOP_PLOT in drawn:
-        lines += ["", _image(_TOP_PLOT, _plot_title(results))]
+        lines += ["", _image(_TOP_PLOT, _TOP_TITLE)]
     return "\n".join([*lines, ""])
 
 
@@ -90,8 +91,7 @@ def _was_busy(results: Results) -> bool:
 
 def _machine(results: Results) -> str:
     lines = ["## The machine", "", *(f"- {name}: {value}" for name, value in results.machine.items())]
-    quick = ", in the quick form: one repeat, small sizes; not for citing" if results.is_quick else ""
-    return "\n".join([*lines, f"- measured: {results.date}, in {results.took_s / 60:.1f} minutes{quick}", ""])
+    return "\n".join([*lines, f"- measured: {results.date}, in {results.took_s / 60:.1f} minutes", ""])
 
 
 _READING = """## How to read it
@@ -189,16 +189,6 @@ def _image(name: str, title: str) -> str:
     return f"![{title}](benchmarks/{name}.svg)"
 
 
-def _plot_title(results: Results) -> str:
-    size = _torch_size(results)
-    return f"Failure to the first all-reduce after it, {size} workers with torch (ms)"
-
-
-def _torch_size(results: Results) -> int:
-    sizes = [int(key.rpartition(".")[2]) for key in results.breakdowns() if key.startswith("torch.")]
-    return 4 if 4 in sizes else max(sizes, default=0)
-
-
 def plots_of(results: Results) -> dict[str, str]:
     """The SVG text of each plot for which there are figures."""
     return {**_bar_plots(results), **_line_plots(results)}
@@ -207,7 +197,7 @@ def plots_of(results: Results) -> dict[str, str]:
 def _bar_plots(results: Results) -> dict[str, str]:
     found = {}
     for name, key, title, unit in (
-        (_TOP_PLOT, f"torch.{_torch_size(results)}", _plot_title(results), "ms"),
+        (_TOP_PLOT, "torch.4", _TOP_TITLE, "ms"),
         ("restart", "restart", "Failure to restarted workers, 4 workers, trivial script (ms)", "ms"),
         ("memory", "memory", "Memory of all processes, workers with torch (PSS, MB)", "MB"),
     ):

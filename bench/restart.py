@@ -18,11 +18,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from bench.results import Bound, of_each, row
 from bench.sides import (
@@ -57,8 +56,6 @@ class Story:
     launcher_mb: float
     phases: dict[str, float] = field(default_factory=dict)
     failure: str = ""
-    is_again: bool = False
-    """Told because another one failed."""
 
     @property
     def restart_ms(self) -> float:
@@ -83,14 +80,14 @@ def tell_story(side: Side, nproc: int, kind: str, **env: str) -> Story:
         return story
 
 
-def tell_stories(side: Side, nproc: int, kind: str) -> list[Story]:
-    """One; and another one if the restart failed, with the setting that spares torchrun the usual cause: its workers
-    meet at a store that still has the addresses of the attempt before. The failure is counted, and there is a time."""
-    stories = [tell_story(side, nproc, kind)]
-    if stories[0].failure:
-        stories.append(tell_story(side, nproc, kind, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
-        stories[1].is_again = True
-    return stories
+def tell_again(side: Side, nproc: int, kind: str) -> Story:
+    """If the restart failed, the story of another run, with the setting that spares torchrun the usual cause: its
+    workers meet at a store that still has the addresses of the attempt before. So the failure is counted, and there is
+    a time."""
+    story = tell_story(side, nproc, kind)
+    if not story.failure:
+        return story
+    return replace(tell_story(side, nproc, kind, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"), failure=story.failure)
 
 
 def _restart(story: Story, run: Run, marks: Marks, nproc: int, pids: Sequence[int]) -> None:
@@ -145,22 +142,16 @@ def _add_failed(turns: Turns, key: str, what: str, found: dict[str, list[Story]]
     """Failed restarts are counted apart."""
     shares = {}
     for name, stories in found.items():
-        failures = [story.failure for story in stories if story.failure and not story.is_again]
-        tries = sum(not story.is_again for story in stories)
-        shares[name] = [100 * len(failures) / max(tries, 1)] if name != "bare" else []
+        failures = [story.failure for story in stories if story.failure]
+        shares[name] = [100 * len(failures) / max(len(stories), 1)] if name != "bare" else []
         if failures:
-            count = f"{len(failures)} of {tries} restarts failed"
+            count = f"{len(failures)} of {len(stories)} restarts failed"
             again = "the time is that of another run, with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`"
             turns.notes.append(f"{name}, {what}: {count}, the last one with `{failures[-1]}`; {again}.")
     turns.rows.append(row(key, f"restarts that failed, {what}", "%", shares))
 
 
 # --- with torch -----------------------------------------------------------------------------------------------------
-
-
-def tell_all(turns: Turns, what: str, sides: Sequence[Side], *words: Any, **options: Any) -> dict[str, list[Story]]:
-    told = turns.compare(what, {side.name: partial(tell_stories, side, *words) for side in sides}, **options)
-    return {name: [story for stories in each for story in stories] for name, each in told.items()}
 
 
 def _restarts(found: dict[str, list[Story]], figure: Callable[[Story], float]) -> dict[str, list[float]]:
@@ -174,7 +165,8 @@ def measure_torch(turns: Turns) -> None:
     for size in sizes:
         # The first size is the warm-up of the others.
         sides = (HOLDFAST, PRELOAD, TORCHRUN, BARE)
-        found = tell_all(turns, f"torch, {size} workers", sides, size, "torch", warm_up=size == 2)
+        tellers = {side.name: partial(tell_again, side, size, "torch") for side in sides}
+        found = turns.compare(f"torch, {size} workers", tellers, warm_up=size == 2)
         first = of_each(found, lambda story: story.first_ms / 1e3)
         again = _restarts(found, lambda story: story.restart_ms / 1e3)
         bounds = [Bound(0.05, "torchrun", side=PRELOAD.name)] if size == 4 else []
@@ -214,7 +206,9 @@ def _median(values: Sequence[float]) -> float:
 
 def measure_restart(turns: Turns) -> None:
     nproc = 4
-    found = tell_all(turns, "restart", (HOLDFAST, TORCHRUN), nproc, "plain")
+    found = turns.compare(
+        "restart", {side.name: partial(tell_again, side, nproc, "plain") for side in (HOLDFAST, TORCHRUN)}
+    )
     totals = _restarts(found, lambda story: story.restart_ms)
     detected = _restarts(found, lambda story: story.phases["detect"])
     what = f"failure to the last of {nproc} restarted workers, trivial script"

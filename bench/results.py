@@ -82,7 +82,6 @@ class Results:
     date: str
     machine: dict[str, str]
     took_s: float
-    is_quick: bool
     sections: list[Section]
 
     def row(self, key: str) -> Row | None:

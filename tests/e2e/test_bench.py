@@ -162,7 +162,7 @@ LAUNCHES = [
     row("launch.4", "4 workers", "ms", {"holdfast": [100, 110, 120], "torchrun": [2200], "bare": []}, Bound(99)),
 ]
 SAMPLE = Results(
-    "2026-01-02 03:04 UTC", {"processor": "P", "cores": "2", "load": "0.1"}, 60, False,
+    "2026-01-02 03:04 UTC", {"processor": "P", "cores": "2", "load": "0.1"}, 60,
     [
         Section("launch", "Launch", "How it was measured.", notes=["a note"], rows=LAUNCHES),
         Section("torch", "Torch", "How.", breakdowns={"torch.4": {"holdfast": PHASES, "torchrun": {"stop": 4000.0}}}),
