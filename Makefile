@@ -32,9 +32,9 @@ sim: $(VENV)/.test
 frost: $(VENV)/.test
 	$(BIN)/python -m tests.frost -n 3 --dist worksteal $(TESTS)
 
-# Small changes to the pure modules and those that own processes, drawn from a seed: each must be noticed by a test. See docs/mutations.md.
+# Small changes to the source, drawn from a seed: each must be noticed by a test (docs/mutations.md). MODULES=cli for some.
 mutate: $(VENV)/.test
-	$(BIN)/python -m tests.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS)
+	$(BIN)/python -m tests.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS) $(MODULES)
 
 check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .
@@ -42,11 +42,12 @@ check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_tidy.py
 
-# docs/cli.md is made from the table of options and the parsers of the commands.
+# docs/cli.md is made from the table of options and the parsers of the commands, the lists of docs/behaviour.md from the tests.
 docs: $(VENV)/.runtime
 	$(BIN)/python docs/make_cli.py > docs/cli.md
+	$(BIN)/python docs/make_behaviour.py
 
-# Side by side with torchrun and the bare limit, in under 20 minutes; makes docs/benchmarks.md, its plots and the figures
+# Side by side with torchrun and the bare limit, in about 20 minutes; makes docs/benchmarks.md, its plots and the figures
 # in README. `make bench ONLY=launch` prints one measure.
 bench: $(VENV)/.test
 	$(BIN)/python -m bench $(ONLY:%=--only %)

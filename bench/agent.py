@@ -6,17 +6,16 @@ import os
 import re
 import signal
 import time
-from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
-from bench.results import Bound, row
+from bench.results import Bound, of_each, row
 from bench.sides import (
     BARE,
     HOLDFAST,
     NS_PER_MS,
     NS_PER_S,
     TORCHRUN,
-    BenchmarkError,
     Side,
     cpu_ns,
     gone_ns,
@@ -33,38 +32,25 @@ SETTLING_S = 0.5
 # --- at rest ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    agent_rss_mb: float
-    all_rss_mb: float
-    agent_pss_mb: float
-    helpers_pss_mb: float
-    worker_pss_mb: float
-    cpu_us_per_s: float
-    stop_ms: float
-
-
 def measure_rest(turns: Turns) -> None:
     idle_s = turns.size(2.0, 0.5)
     found = turns.compare("at rest", {side.name: partial(_rest, side, idle_s) for side in (HOLDFAST, TORCHRUN, BARE)})
-
-    def values(name: str, *, bare: bool = False) -> dict[str, list[float]]:
-        return {
-            side: [getattr(each, name) for each in rests] for side, rests in found.items() if bare or side != "bare"
-        }
-
-    turns.rows += [
-        row("memory.agent_rss", "resident memory of the agent (RSS)", "MB", values("agent_rss_mb"), Bound(25)),
-        row("memory.all_rss", "the same, spawner included", "MB", values("all_rss_mb"), Bound(40)),
-        row("memory.agent", "memory of the agent (PSS)", "MB", values("agent_pss_mb")),
-        row("memory.spawner", "memory of its helper processes: the spawner (PSS)", "MB", values("helpers_pss_mb")),
-        row("memory.worker", "memory of a worker that does nothing (PSS)", "MB", values("worker_pss_mb", bare=True)),
-        row("idle_cpu", "CPU time of agent and helpers at rest, each second", "us", values("cpu_us_per_s")),
-        row("stop", f"SIGTERM to the end of the launcher, {NPROC} workers", "ms", values("stop_ms", bare=True)),
-    ]
+    for key, what, unit, has_bare, bounds in (
+        ("memory.agent_rss", "resident memory of the agent (RSS)", "MB", False, [Bound(25)]),
+        ("memory.all_rss", "the same, spawner included", "MB", False, [Bound(40)]),
+        ("memory.agent", "memory of the agent (PSS)", "MB", False, []),
+        ("memory.spawner", "memory of its helper processes: the spawner (PSS)", "MB", False, []),
+        ("memory.worker", "memory of a worker that does nothing (PSS)", "MB", True, []),
+        ("idle_cpu", "CPU time of agent and helpers at rest, each second", "us", False, []),
+        ("stop", f"SIGTERM to the end of the launcher, {NPROC} workers", "ms", True, []),
+    ):
+        values = of_each(found, itemgetter(key))
+        shown = {side: values[side] for side in values if has_bare or side != "bare"}
+        turns.rows.append(row(key, what, unit, shown, *bounds))
 
 
-def _rest(side: Side, idle_s: float) -> Rest:
+def _rest(side: Side, idle_s: float) -> dict[str, float]:
+    """By the keys of the rows."""
     with marks_of_workers() as marks, started(side.argv(NPROC, "idle.py", (marks,))) as run:
         workers = marks.wait("ready", 0, NPROC, run)
         time.sleep(SETTLING_S)
@@ -73,17 +59,17 @@ def _rest(side: Side, idle_s: float) -> Rest:
         before_ns, began = cpu_ns(own), time.monotonic()
         time.sleep(idle_s)
         cpu_us_per_s = (cpu_ns(own) - before_ns) / 1e3 / (time.monotonic() - began)
-        held = (
-            memory_mb([run.pid], "Rss"),
-            memory_mb(own, "Rss"),
-            memory_mb([run.pid]),
-            memory_mb(helpers),
-            memory_mb([mark.pid for mark in workers]) / NPROC,
-        )
+        held = {
+            "memory.agent_rss": memory_mb([run.pid], "Rss"),
+            "memory.all_rss": memory_mb(own, "Rss"),
+            "memory.agent": memory_mb([run.pid]),
+            "memory.spawner": memory_mb(helpers),
+            "memory.worker": memory_mb([mark.pid for mark in workers]) / NPROC,
+        }
         told_ns = time.monotonic_ns()
         os.kill(run.pid, signal.SIGTERM)
         run.wait()
-        return Rest(*held, cpu_us_per_s, (run.ended_ns - told_ns) / NS_PER_MS)
+        return {**held, "idle_cpu": cpu_us_per_s, "stop": (run.ended_ns - told_ns) / NS_PER_MS}
 
 
 # --- tee ----------------------------------------------------------------------------------------------------------
@@ -92,21 +78,13 @@ def _rest(side: Side, idle_s: float) -> Rest:
 LINE = re.compile(rb"\[[a-z_]*([0-3])\]: ?worker ([0-3]) line (\d{9}) of the talk")
 
 
-@dataclass(frozen=True, slots=True)
-class Talk:
-    """How fast lines came through, and how many did not arrive whole, labelled, once and in order."""
-
-    lines_per_s: float
-    flaws: int
-
-
 def measure_tee(turns: Turns) -> None:
     lines = turns.size(1_000_000, 10_000)
     found = turns.compare(
         "tee", {side.name: partial(_talk, side, lines) for side in (HOLDFAST, TORCHRUN)}, warm_up=False
     )
-    rates = {name: [talk.lines_per_s / 1e6 for talk in talks] for name, talks in found.items()}
-    flaws = {name: [100 * talk.flaws / (NPROC * lines) for talk in talks] for name, talks in found.items()}
+    rates = of_each(found, lambda talk: talk[0] / 1e6)
+    flaws = of_each(found, lambda talk: 100 * talk[1] / (NPROC * lines))
     what = f"tee of {NPROC} busy workers, {lines:,} lines each"
     turns.rows += [
         row("tee", what, "million lines/s", rates, Bound(5, "torchrun", is_minimum=True)),
@@ -114,7 +92,8 @@ def measure_tee(turns: Turns) -> None:
     ]
 
 
-def _talk(side: Side, lines_per_worker: int) -> Talk:
+def _talk(side: Side, lines_per_worker: int) -> tuple[float, int]:
+    """How many lines came through each second, and how many did not arrive whole, labelled, once and in order."""
     with marks_of_workers() as marks:
         console, logs = marks.directory / "console", marks.directory / "logs"
         argv = side.argv(NPROC, "chatter.py", (marks, lines_per_worker), ("--tee", "3", "--log-dir", str(logs)))
@@ -123,7 +102,7 @@ def _talk(side: Side, lines_per_worker: int) -> Talk:
         began_ns = min(mark.value for mark in marks.of_all("began", 0, NPROC))
         took_s = (console.stat().st_mtime_ns - began_ns) / NS_PER_S
         flaws = count_flaws(console.read_bytes(), lines_per_worker)
-        return Talk((NPROC * lines_per_worker - flaws) / took_s, flaws)
+        return (NPROC * lines_per_worker - flaws) / took_s, flaws
 
 
 def count_flaws(console: bytes, lines_per_worker: int) -> int:
@@ -156,6 +135,5 @@ def _overrun_ms(side: Side) -> float:
         (armed,) = marks.wait("armed", 0, 1, run)
         ended_ns = gone_ns([armed.pid])[armed.pid]
         ended_ns += time.time_ns() - time.monotonic_ns()  # The deadline is by the real-time clock.
-        if run.wait() == 0:
-            raise BenchmarkError(f"{side.name} did not kill a worker that overran its timer")
+        assert run.wait() != 0, f"{side.name} did not kill a worker that overran its timer"
         return (ended_ns - armed.value) / NS_PER_MS

@@ -9,28 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from holdfast.rendezvous.membership import frames, model, protocol
 from holdfast.rendezvous.membership.frames import Frames, encode
 from holdfast.rendezvous.membership.model import NodeFacts, Place, Settings, Stage
 
 _PATIENCE_S = 60.0  # Also the lease: one process that stands for thousands of nodes may be late with a heartbeat.
-
-
-@dataclass(slots=True)
-class Crowd:
-    """`formed_s` is the time from the first attempt to connect until the last client knew its rank."""
-
-    clients: list[LightClient]
-    formed_s: float
-
-    @property
-    def ranks(self) -> set[int]:
-        return {client.place.rank for client in self.clients if client.place is not None}
 
 
 class LightClient(asyncio.Protocol):
@@ -67,7 +53,7 @@ class LightClient(asyncio.Protocol):
                 case protocol.Challenge():
                     hello = protocol.Hello(protocol.MAJOR, self._run_id, os.urandom(protocol.NONCE_BYTES))
                     introduction = protocol.Introduction(self._facts.node_id, self._facts.node_id.encode())
-                    self._write(encode(hello) + encode(introduction))
+                    self._send(hello, introduction)
                 case protocol.Welcome():
                     self.welcomed.set_result(None)
                     self._frames.expect(frames.DOWNWARD)
@@ -101,12 +87,9 @@ class LightClient(asyncio.Protocol):
         self._send(protocol.Heartbeat(self._heartbeats))
         self._timer = self._loop.call_later(self._settings.heartbeat_s, self._heartbeat)
 
-    def _send(self, message: protocol.ToCoordinator) -> None:
-        self._write(encode(message))
-
-    def _write(self, data: bytes) -> None:
+    def _send(self, *messages: protocol.ToCoordinator | protocol.Hello | protocol.Introduction) -> None:
         assert self._transport is not None
-        self._transport.write(data)
+        self._transport.write(b"".join(encode(message) for message in messages))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -114,17 +97,16 @@ class LightClient(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def crowd(port: int, run_id: str, count: int, heartbeat_s: float = 10.0) -> AsyncIterator[Crowd]:
+async def crowd(port: int, run_id: str, count: int, heartbeat_s: float = 10.0) -> AsyncIterator[list[LightClient]]:
     """So many clients, in one world when the block begins, and gone when it has ended."""
     settings = Settings(min_nodes=count, max_nodes=count, heartbeat_s=heartbeat_s, lease_s=_PATIENCE_S)
     facts = [NodeFacts(f"node-{number:05d}", 0, "127.0.0.1", 1024 + number, "trainer", 8) for number in range(count)]
-    began = time.perf_counter()
     clients = [LightClient(run_id, each, settings) for each in facts]
     try:
         await _connect(clients, port)
         async with asyncio.timeout(_PATIENCE_S):
             await asyncio.gather(*(client.sealed for client in clients))
-        yield Crowd(clients, time.perf_counter() - began)
+        yield clients
     finally:
         for client in clients:
             client.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,19 +17,16 @@ from bench.sides import (
     NS_PER_MS,
     NS_PER_S,
     TORCHRUN,
-    BenchmarkError,
     Mark,
     Marks,
     Run,
     Side,
-    environment,
-    free_port,
     marks_of_workers,
     started,
 )
 from bench.turns import Turns
-from holdfast.rendezvous.etcd.gateway import Gateway
-from holdfast.testing.etcd_server import find_etcd_binary
+from holdfast.testing.etcd_server import EtcdServer
+from tests.support import free_port
 
 SETTLING_S = 1.0
 LEASE_S = 5.0
@@ -88,15 +83,15 @@ def _push_ms(side: Side) -> float:
 
 
 def measure_lost_nodes(turns: Turns) -> None:
-    cases: list[tuple[str, str, str, Callable[[Job], None], int, float, float]] = [
-        ("tcp", "kill -9 of an agent to the next round running, tcp", "tcp", _kill_agent, 7, 0.25, 2.5),
-        ("etcd", "the same on etcd, of an ordinary node", "etcd", _kill_agent, 7, 0.35, 2.5),
-        ("silent", "SIGSTOP of a node to the next round running, tcp", "tcp", _freeze_node, 3, 0.35, LEASE_S + 0.5),
-        ("host", "kill -9 of the agent and the coordinator on its host, etcd", "etcd", _kill_host, 3, 1.0, 18),
+    cases: list[tuple[str, str, str, Callable[[Job], None], int, float]] = [
+        ("tcp", "kill -9 of an agent to the next round running, tcp", "tcp", _kill_agent, 5, 2.5),
+        ("etcd", "the same on etcd, of an ordinary node", "etcd", _kill_agent, 5, 2.5),
+        ("silent", "SIGSTOP of a node to the next round running, tcp", "tcp", _freeze_node, 3, LEASE_S + 0.5),
+        ("host", "kill -9 of the agent and the coordinator on its host, etcd", "etcd", _kill_host, 3, 18),
     ]
-    for key, what, backend, strike, planned, part, limit_s in cases[: turns.size(4, 2)]:
+    for key, what, backend, strike, repeats, limit_s in cases[: turns.size(4, 2)]:
         side = {HOLDFAST.name: partial(_loss_s, backend, strike)}
-        found = turns.compare(f"lost node: {key}", side, planned=planned, warm_up=False, part=part)
+        found = turns.compare(f"lost node: {key}", side, repeats=repeats, warm_up=False)
         turns.rows.append(row(f"lost_node.{key}", what, "s", found, Bound(limit_s + WORKER_START_S)))
     if not turns.is_quick:
         turns.notes.append(_torchrun_note(turns))
@@ -112,7 +107,7 @@ def _torchrun_note(turns: Turns) -> str:
         os.kill(running.agent_of(running.marks.found("ready")[1]).pid, signal.SIGKILL)
         try:
             (stopped,) = running.marks.wait("stopped", 0, 1, limit_s=TORCHRUN_LIMIT_S)
-        except BenchmarkError:
+        except AssertionError:
             return f"torchrun (c10d), one try: no other worker was stopped within {TORCHRUN_LIMIT_S:g} s."
         took_s = (stopped.at_ns - began_ns) / NS_PER_S
         return f"torchrun (c10d), one try: the first of the other workers was stopped after {took_s:.1f} s."
@@ -121,7 +116,8 @@ def _torchrun_note(turns: Turns) -> str:
 def _loss_s(backend: str, strike: Callable[[Job], None]) -> float:
     """Seconds until the others run again."""
     with ExitStack() as stack:
-        endpoint = stack.enter_context(etcd()) if backend == "etcd" else ""
+        etcd = stack.enter_context(EtcdServer()) if backend == "etcd" else None
+        endpoint = etcd.get_endpoint() if etcd else ""
         running = stack.enter_context(job(HOLDFAST, backend, "1:3", 3, endpoint))
         running.marks.wait("ready", 0, 3)
         time.sleep(SETTLING_S)
@@ -147,8 +143,7 @@ def _freeze_node(running: Job) -> None:
 
 def _kill_host(running: Job) -> None:
     host, coordinators = running.host(), _coordinators(os.getpid())
-    if not coordinators:
-        raise BenchmarkError("there is no coordinator")
+    assert coordinators, "there is no coordinator"
     os.kill(host.pid, signal.SIGKILL)
     for process in coordinators:
         process.kill()
@@ -163,22 +158,3 @@ def _is_coordinator(process: psutil.Process) -> bool:
         return any("coordinator" in word for word in process.cmdline())
     except psutil.Error:
         return False
-
-
-@contextmanager
-def etcd() -> Iterator[str]:
-    """One member that flushes its data to the disk, other than an `EtcdServer`; its endpoint."""
-    with tempfile.TemporaryDirectory() as directory:
-        url, peer_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-        command = [find_etcd_binary(), "--log-level=error", f"--data-dir={directory}/data"]
-        command += [f"--listen-client-urls={url}", f"--advertise-client-urls={url}", f"--listen-peer-urls={peer_url}"]
-        command += [f"--initial-advertise-peer-urls={peer_url}", f"--initial-cluster=default={peer_url}"]
-        process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL)
-        try:
-            endpoint = url.partition("://")[2]
-            with Gateway([endpoint], request_timeout_s=30.0) as client:
-                client.put(b"ready", b"yes")
-            yield endpoint
-        finally:
-            process.kill()
-            process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -11,13 +12,14 @@ from bench.results import Bound, Results, Row, Section, number
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 PLOTS = "docs/benchmarks"
 _TOP_PLOT = "restart-torch"
+_TOP_TITLE = "Failure to the first all-reduce after it, 4 workers with torch (ms)"
 _NAMES = {"bare": "bare limit", "holdfast preload": "holdfast `--preload torch`"}
 _ORDER = ("holdfast", "holdfast preload", "torchrun", "bare")
 
 
 def page(results: Results) -> str:
     drawn = plots_of(results)
-    parts = [_opening(results, drawn), _machine(results), _reading(results), _missed(results)]
+    parts = [_opening(results, drawn), _machine(results), _READING, _missed(results)]
     parts += [section_text(section, drawn) for section in results.sections]
     return "\n".join(parts)
 
@@ -32,7 +34,7 @@ def with_figures(readme: str, results: Results) -> str:
 def readme_block(results: Results) -> str:
     lines = [BEGIN, *(f"- {line}" for line in headlines(results)), ""]
     if _TOP_PLOT in plots_of(results):
-        lines += [f"![{_plot_title(results)}]({PLOTS}/{_TOP_PLOT}.svg)", ""]
+        lines += [f"![{_TOP_TITLE}]({PLOTS}/{_TOP_PLOT}.svg)", ""]
     how = f"Measured on {_where(results)}; all figures, the plots and how to repeat them: [{PLOTS}.md]({PLOTS}.md)."
     return "\n".join([*lines, how, END])
 
@@ -42,49 +44,28 @@ def readme_block(results: Results) -> str:
 
 def headlines(results: Results) -> list[str]:
     """The four most telling lines."""
-    return [_launch_line(results), _restart_line(results), _memory_line(results), _nodes_line(results)]
 
+    def of(key: str, side: str = "holdfast") -> str:
+        row = results.row(key)
+        value = row.median(side) if row else None
+        return f"{number(value)} {row.unit}" if row and value is not None else "(not measured)"
 
-def _launch_line(results: Results) -> str:
-    row = results.row("launch.4")
-    ratio = row.ratio() if row else None
+    launch = results.row("launch.4")
+    ratio = launch.ratio() if launch else None
     times = f" ({number(1 / ratio)} times as long)" if ratio else ""
-    return (
-        f"**Start.** Four trivial workers take **{_of(row)}** from start to end. torchrun takes "
-        f"{_of(row, 'torchrun')}{times}, a bare shell loop {_of(row, 'bare')}."
-    )
-
-
-def _restart_line(results: Results) -> str:
-    row = results.row("restart_torch.4")
-    return (
-        f"**Restart.** After a failure, four workers with torch have finished their next all-reduce within "
-        f"**{_of(row, 'holdfast preload')}** with `--preload torch` and within {_of(row)} without. torchrun takes "
-        f"{_of(row, 'torchrun')}."
-    )
-
-
-def _memory_line(results: Results) -> str:
-    alone, together = results.row("memory.all_rss"), results.row("memory_torch.all")
-    return (
-        f"**Memory.** Agent and spawner hold **{_of(alone)}**, torchrun {_of(alone, 'torchrun')}. With eight torch "
-        f"workers all processes together hold {_of(together, 'holdfast preload')} with `--preload torch`, "
-        f"{_of(together)} without, and {_of(together, 'torchrun')} with torchrun."
-    )
-
-
-def _nodes_line(results: Results) -> str:
-    row, push, lost = results.row("rendezvous.64"), results.row("push"), results.row("lost_node.tcp")
-    return (
-        f"**Many nodes.** 64 nodes agree on a world in **{_of(row)}**, with torch's c10d in {_of(row, 'torchrun')}. A "
-        f"worker's death reaches the other nodes' workers in {_of(push)} ({_of(push, 'torchrun')}). When a node dies, "
-        f"the others run again after {_of(lost)}."
-    )
-
-
-def _of(row: Row | None, side: str = "holdfast") -> str:
-    value = row.median(side) if row else None
-    return f"{number(value)} {row.unit}" if row and value is not None else "(not measured)"
+    return [
+        f"**Start.** Four trivial workers take **{of('launch.4')}** from start to end. torchrun takes "
+        f"{of('launch.4', 'torchrun')}{times}, a bare shell loop {of('launch.4', 'bare')}.",
+        "**Restart.** After a failure, four workers with torch have finished their next all-reduce within "
+        f"**{of('restart_torch.4', 'holdfast preload')}** with `--preload torch` and within {of('restart_torch.4')} "
+        f"without. torchrun takes {of('restart_torch.4', 'torchrun')}.",
+        f"**Memory.** Agent and spawner hold **{of('memory.all_rss')}**, torchrun {of('memory.all_rss', 'torchrun')}. "
+        f"With eight torch workers all processes together hold {of('memory_torch.all', 'holdfast preload')} with "
+        f"`--preload torch`, {of('memory_torch.all')} without, and {of('memory_torch.all', 'torchrun')} with torchrun.",
+        f"**Many nodes.** 64 nodes agree on a world in **{of('rendezvous.64')}**, with torch's c10d in "
+        f"{of('rendezvous.64', 'torchrun')}. A worker's death reaches the other nodes' workers in {of('push')} "
+        f"({of('push', 'torchrun')}). When a node dies, the others run again after {of('lost_node.tcp')}.",
+    ]
 
 
 def _opening(results: Results, drawn: Mapping[str, str]) -> str:
@@ -93,7 +74,7 @@ def _opening(results: Results, drawn: Mapping[str, str]) -> str:
         lines += ["**The machine was busy with other work. These figures are preliminary.**", ""]
     lines += [f"- {line}" for line in headlines(results)]
     if _TOP_PLOT in drawn:
-        lines += ["", _image(_TOP_PLOT, _plot_title(results))]
+        lines += ["", _image(_TOP_PLOT, _TOP_TITLE)]
     return "\n".join([*lines, ""])
 
 
@@ -110,13 +91,10 @@ def _was_busy(results: Results) -> bool:
 
 def _machine(results: Results) -> str:
     lines = ["## The machine", "", *(f"- {name}: {value}" for name, value in results.machine.items())]
-    minutes = f"{results.took_s / 60:.1f} of at most {results.budget_s / 60:.0f} minutes"
-    quick = ", in the quick form: one repeat, small sizes; not for citing" if results.is_quick else ""
-    return "\n".join([*lines, f"- measured: {results.date}, in {minutes}{quick}", ""])
+    return "\n".join([*lines, f"- measured: {results.date}, in {results.took_s / 60:.1f} minutes", ""])
 
 
-def _reading(results: Results) -> str:
-    return """## How to read it
+_READING = """## How to read it
 
 The sides take turns in one run, after a turn that does not count. Figures are medians, with quartiles in brackets. The
 ratio is holdfast's median over torchrun's. The **bare limit** is a shell loop that starts the same processes and does
@@ -162,8 +140,9 @@ def section_text(section: Section, drawn: Mapping[str, str]) -> str:
 
 
 def _repeats(section: Section) -> str:
-    fewer = f" of {section.planned} planned" if section.made < section.planned else ""
-    return f"{section.made}{fewer} repeats in {section.took_s:.0f} s, load average {section.load:.1f}."
+    counts = sorted({len(values) for row in section.rows if row.unit != "%" for values in row.sides.values()} or {0})
+    repeats = " to ".join(f"{count}" for count in dict.fromkeys((counts[0], counts[-1])))
+    return f"{repeats} repeats in {section.took_s:.0f} s, load average {section.load:.1f}."
 
 
 def _table(section: Section) -> str:
@@ -192,7 +171,7 @@ def _side(row: Row, side: str) -> str:
     text = f"{number(value)} {row.unit}".strip()
     if len(row.sides[side]) < 2:
         return text
-    low, high = row.quartiles(side)
+    low, _, high = statistics.quantiles(row.sides[side], n=4, method="inclusive")
     return f"{text} ({number(low)} to {number(high)})"
 
 
@@ -210,56 +189,44 @@ def _image(name: str, title: str) -> str:
     return f"![{title}](benchmarks/{name}.svg)"
 
 
-def _plot_title(results: Results) -> str:
-    size = _torch_size(results)
-    return f"Failure to the first all-reduce after it, {size} workers with torch (ms)"
-
-
-def _torch_size(results: Results) -> int:
-    section = results.section("torch")
-    sizes = [int(key.rpartition(".")[2]) for key in section.breakdowns if key.startswith("torch.")] if section else []
-    return 4 if 4 in sizes else max(sizes, default=0)
-
-
 def plots_of(results: Results) -> dict[str, str]:
     """The SVG text of each plot for which there are figures."""
     return {**_bar_plots(results), **_line_plots(results)}
 
 
 def _bar_plots(results: Results) -> dict[str, str]:
-    breakdowns = {key: bars for section in results.sections for key, bars in section.breakdowns.items()}
     found = {}
     for name, key, title, unit in (
-        (_TOP_PLOT, f"torch.{_torch_size(results)}", _plot_title(results), "ms"),
+        (_TOP_PLOT, "torch.4", _TOP_TITLE, "ms"),
         ("restart", "restart", "Failure to restarted workers, 4 workers, trivial script (ms)", "ms"),
         ("memory", "memory", "Memory of all processes, workers with torch (PSS, MB)", "MB"),
     ):
-        bars = {side: breakdowns[key][side] for side in reversed(_ORDER) if breakdowns.get(key, {}).get(side)}
-        if bars:
+        of_sides = results.breakdowns().get(key, {})
+        if bars := {side: of_sides[side] for side in reversed(_ORDER) if of_sides.get(side)}:
             found[name] = plots.stacked_bars(title, bars, unit)
     return found
 
 
 def _line_plots(results: Results) -> dict[str, str]:
-    launch, first = results.rows("launch"), results.rows("first_all_reduce")
-    nodes, crowd, cpu = results.rows("rendezvous"), results.rows("crowd"), results.rows("crowd_cpu")
-    found = {}
-    if launch:
-        found["launch"] = plots.lines("Trivial workers, start to end", _series(launch), "workers", "ms")
-        per_worker = _series(launch, per_size=True)
-        found["launch-per-worker"] = plots.lines(
-            "The same for each worker", per_worker, "workers", "ms for each worker"
-        )
-    if first:
-        found["first-all-reduce"] = plots.lines("Start to the first all-reduce", _series(first), "workers", "s")
-    if nodes or crowd:
-        light = {"light clients": [(size, 1e3 * (row.median("holdfast") or 0)) for size, row in sorted(crowd.items())]}
-        found["rendezvous"] = plots.lines("Rendezvous", {**_series(nodes), **light}, "nodes", "ms")
-        each = {name: [(x, y / x) for x, y in points] for name, points in light.items()}
-        each["coordinator's CPU"] = [(size, (row.median("holdfast") or 0) / 1e3) for size, row in sorted(cpu.items())]
-        every = {**_series(nodes, per_size=True), **each}
-        found["rendezvous-per-node"] = plots.lines("Rendezvous, for each node", every, "nodes", "ms for each node")
-    return found
+    launch, nodes = results.rows("launch"), results.rows("rendezvous")
+    light = {"light clients": [(size, 1e3 * y) for size, y in _series(results.rows("crowd")).get("holdfast", [])]}
+    cpu = {"coordinator's CPU": [(size, y / 1e3) for size, y in _series(results.rows("crowd_cpu")).get("holdfast", [])]}
+    light_each = {name: [(x, y / x) for x, y in points] for name, points in light.items()}
+    wanted = {
+        "launch": ("Trivial workers, start to end", _series(launch), "workers", "ms"),
+        "launch-per-worker": (
+            "The same for each worker", _series(launch, per_size=True), "workers", "ms for each worker",
+        ),
+        "first-all-reduce": (
+            "Start to the first all-reduce", _series(results.rows("first_all_reduce")), "workers", "s",
+        ),
+        "rendezvous": ("Rendezvous", {**_series(nodes), **light}, "nodes", "ms"),
+        "rendezvous-per-node": (
+            "Rendezvous, for each node", {**_series(nodes, per_size=True), **light_each, **cpu}, "nodes",
+            "ms for each node",
+        ),
+    }  # fmt: skip
+    return {name: plots.lines(*words) for name, words in wanted.items() if any(words[1].values())}
 
 
 def _series(rows: Mapping[int, Row], *, per_size: bool = False) -> dict[str, list[tuple[float, float]]]:

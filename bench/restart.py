@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
-from bench.results import Bound, row
+from bench.results import Bound, of_each, row
 from bench.sides import (
     BARE,
     HOLDFAST,
     NS_PER_MS,
     PRELOAD,
     TORCHRUN,
-    BenchmarkError,
     Marks,
     Run,
     Side,
@@ -39,12 +39,11 @@ from bench.sides import (
     memory_mb,
     started,
 )
-from bench.turns import Turns, with_parts
+from bench.turns import Turns
 
 SETTLING_S = 0.3
 RESTART_LIMIT_S = 20.0  # A restart that takes longer counts as failed; each worker adds to it.
 WORKER_LIMIT_S = 5.0
-REPEATS = {2: 3, 4: 5, 8: 3}
 _START = "Most of it is the last phase: Python starts four times on two cores, for torchrun as well."
 
 
@@ -57,8 +56,6 @@ class Story:
     launcher_mb: float
     phases: dict[str, float] = field(default_factory=dict)
     failure: str = ""
-    is_again: bool = False
-    """Told because another one failed."""
 
     @property
     def restart_ms(self) -> float:
@@ -83,14 +80,14 @@ def tell_story(side: Side, nproc: int, kind: str, **env: str) -> Story:
         return story
 
 
-def tell_stories(side: Side, nproc: int, kind: str) -> list[Story]:
-    """One; and another one if the restart failed, with the setting that spares torchrun the usual cause: its workers
-    meet at a store that still has the addresses of the attempt before. The failure is counted, and there is a time."""
-    stories = [tell_story(side, nproc, kind)]
-    if stories[0].failure:
-        stories.append(tell_story(side, nproc, kind, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
-        stories[1].is_again = True
-    return stories
+def tell_again(side: Side, nproc: int, kind: str) -> Story:
+    """If the restart failed, the story of another run, with the setting that spares torchrun the usual cause: its
+    workers meet at a store that still has the addresses of the attempt before. So the failure is counted, and there is
+    a time."""
+    story = tell_story(side, nproc, kind)
+    if not story.failure:
+        return story
+    return replace(tell_story(side, nproc, kind, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"), failure=story.failure)
 
 
 def _restart(story: Story, run: Run, marks: Marks, nproc: int, pids: Sequence[int]) -> None:
@@ -100,7 +97,7 @@ def _restart(story: Story, run: Run, marks: Marks, nproc: int, pids: Sequence[in
         limit_s = RESTART_LIMIT_S + WORKER_LIMIT_S * nproc
         gone = gone_ns(pids, limit_s)
         marks.wait("ready", 1, nproc, run, limit_s)
-    except BenchmarkError as error:
+    except AssertionError as error:
         story.failure = _cause(run.last_words(100_000)) if run.has_ended() else str(error)
         return
     failed_ns = next(iter(marks.found("failed").values())).at_ns
@@ -145,11 +142,10 @@ def _add_failed(turns: Turns, key: str, what: str, found: dict[str, list[Story]]
     """Failed restarts are counted apart."""
     shares = {}
     for name, stories in found.items():
-        failures = [story.failure for story in stories if story.failure and not story.is_again]
-        tries = sum(not story.is_again for story in stories)
-        shares[name] = [100 * len(failures) / max(tries, 1)] if name != "bare" else []
+        failures = [story.failure for story in stories if story.failure]
+        shares[name] = [100 * len(failures) / max(len(stories), 1)] if name != "bare" else []
         if failures:
-            count = f"{len(failures)} of {tries} restarts failed"
+            count = f"{len(failures)} of {len(stories)} restarts failed"
             again = "the time is that of another run, with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`"
             turns.notes.append(f"{name}, {what}: {count}, the last one with `{failures[-1]}`; {again}.")
     turns.rows.append(row(key, f"restarts that failed, {what}", "%", shares))
@@ -158,50 +154,44 @@ def _add_failed(turns: Turns, key: str, what: str, found: dict[str, list[Story]]
 # --- with torch -----------------------------------------------------------------------------------------------------
 
 
+def _restarts(found: dict[str, list[Story]], figure: Callable[[Story], float]) -> dict[str, list[float]]:
+    """Of the restarts that there were."""
+    whole = {name: [story for story in stories if story.phases] for name, stories in found.items() if name != "bare"}
+    return of_each(whole, figure)
+
+
 def measure_torch(turns: Turns) -> None:
-    sides = [HOLDFAST, PRELOAD, TORCHRUN, BARE]
     sizes = turns.size((2, 4, 8), (2,))
-    for size, part in with_parts(sizes, 1):
+    for size in sizes:
         # The first size is the warm-up of the others.
-        told = turns.compare(
-            f"torch, {size} workers",
-            {side.name: partial(tell_stories, side, size, "torch") for side in sides},
-            planned=REPEATS.get(size, 3),
-            warm_up=size == 2,
-            part=part,
-        )
-        found = {name: [story for stories in each for story in stories] for name, each in told.items()}
-        _add_torch(turns, size, found)
+        sides = (HOLDFAST, PRELOAD, TORCHRUN, BARE)
+        tellers = {side.name: partial(tell_again, side, size, "torch") for side in sides}
+        found = turns.compare(f"torch, {size} workers", tellers, warm_up=size == 2)
+        first = of_each(found, lambda story: story.first_ms / 1e3)
+        again = _restarts(found, lambda story: story.restart_ms / 1e3)
+        bounds = [Bound(0.05, "torchrun", side=PRELOAD.name)] if size == 4 else []
+        what = f"failure to the first all-reduce after it, {size} workers"
+        turns.rows += [
+            row(f"first_all_reduce.{size}", f"start to the first all-reduce, {size} workers", "s", first),
+            row(f"restart_torch.{size}", what, "s", again, *bounds),
+        ]
+        _add_failed(turns, f"failed_restarts.{size}", f"{size} workers", found)
+        turns.breakdowns[f"torch.{size}"] = {name: _breakdown(found[name]) for name in again if again[name]}
     _add_memory(turns, sizes[-1], found)
 
 
-def _add_torch(turns: Turns, size: int, found: dict[str, list[Story]]) -> None:
-    first = {name: [story.first_ms / 1e3 for story in stories] for name, stories in found.items()}
-    again = {
-        name: [story.restart_ms / 1e3 for story in stories if story.phases]
-        for name, stories in found.items()
-        if name != "bare"
-    }
-    bounds = [Bound(0.05, "torchrun", side=PRELOAD.name)] if size == 4 else []
-    turns.rows += [
-        row(f"first_all_reduce.{size}", f"start to the first all-reduce, {size} workers", "s", first),
-        row(f"restart_torch.{size}", f"failure to the first all-reduce after it, {size} workers", "s", again, *bounds),
-    ]
-    _add_failed(turns, f"failed_restarts.{size}", f"{size} workers", found)
-    turns.breakdowns[f"torch.{size}"] = {name: _breakdown(found[name]) for name in again if again[name]}
-
-
 def _add_memory(turns: Turns, size: int, found: dict[str, list[Story]]) -> None:
-    workers = {name: [story.workers_mb for story in stories] for name, stories in found.items()}
-    launcher = {name: [story.launcher_mb for story in stories] for name, stories in found.items() if name != "bare"}
-    both = {name: [story.workers_mb + story.launcher_mb for story in stories] for name, stories in found.items()}
+    workers = of_each(found, lambda story: story.workers_mb)
+    launcher = of_each(found, lambda story: story.launcher_mb)
+    both = of_each(found, lambda story: story.workers_mb + story.launcher_mb)
+    of_launchers = {name: values for name, values in launcher.items() if name != "bare"}
     turns.rows += [
         row("memory_torch.workers", f"memory of {size} workers with torch (PSS)", "MB", workers),
-        row("memory_torch.launcher", "memory of the launcher meanwhile, spawner included (PSS)", "MB", launcher),
+        row("memory_torch.launcher", "memory of the launcher meanwhile, spawner included (PSS)", "MB", of_launchers),
         row("memory_torch.all", "both together", "MB", both),
     ]
     turns.breakdowns["memory"] = {
-        name: {"workers": _median(workers[name]), "launcher": _median(launcher.get(name, [0.0]))}
+        name: {"workers": _median(workers[name]), "launcher": _median(of_launchers.get(name, [0.0]))}
         for name in workers
         if workers[name]
     }
@@ -216,20 +206,15 @@ def _median(values: Sequence[float]) -> float:
 
 def measure_restart(turns: Turns) -> None:
     nproc = 4
-    told = turns.compare(
-        "restart", {side.name: partial(tell_stories, side, nproc, "plain") for side in (HOLDFAST, TORCHRUN)}
+    found = turns.compare(
+        "restart", {side.name: partial(tell_again, side, nproc, "plain") for side in (HOLDFAST, TORCHRUN)}
     )
-
-    found = {name: [story for stories in each for story in stories] for name, each in told.items()}
-
-    def values(phase: str) -> dict[str, list[float]]:
-        return {name: [story.phases[phase] for story in stories if story.phases] for name, stories in found.items()}
-
-    totals = {name: [story.restart_ms for story in stories if story.phases] for name, stories in found.items()}
+    totals = _restarts(found, lambda story: story.restart_ms)
+    detected = _restarts(found, lambda story: story.phases["detect"])
     what = f"failure to the last of {nproc} restarted workers, trivial script"
     turns.rows += [
         row("restart", what, "ms", totals, Bound(0.20, "torchrun", reason=_START)),
-        row("detect", "of which: failure to SIGTERM at the last peer", "ms", values("detect")),
+        row("detect", "of which: failure to SIGTERM at the last peer", "ms", detected),
     ]
     _add_failed(turns, "restart_failed", "trivial script", found)
     turns.breakdowns["restart"] = {name: _breakdown(stories) for name, stories in found.items()}
@@ -241,30 +226,21 @@ def measure_restart(turns: Turns) -> None:
 def measure_many_restarts(turns: Turns) -> None:
     """One run of each side: the agent after 5 restarts, and after the last one."""
     counts = {HOLDFAST: turns.size(200, 12), TORCHRUN: turns.size(100, 7)}
-    grown: dict[str, dict[str, list[float]]] = {}
-    for _ in turns.repeat("many restarts", planned=1):
-        for side, count in counts.items():
-            turns.tell(f"{count} restarts in a row, {side.name}")
-            before, after, took_s = _many(side, count)
-            grown[side.name] = {key: [after[key] - before[key]] for key in after} | {"ms": [took_s * 1e3 / (count - 5)]}
+    sides = {side.name: partial(_many, side, count) for side, count in counts.items()}
+    found = turns.compare("many restarts", sides, warm_up=False)
     words = " and ".join(f"{count} ({side.name})" for side, count in counts.items())
-    for key, what, unit in (
-        ("descriptors", "descriptors of the agent", ""),
-        ("threads", "threads of the agent", ""),
-        ("pss_mb", "memory of the agent (PSS)", "MB"),
+    more = f"more after {words} restarts than after 5"
+    for key, what, unit, bounds in (
+        ("descriptors", f"descriptors of the agent: {more}", "", [Bound(0)]),
+        ("threads", f"threads of the agent: {more}", "", [Bound(0)]),
+        ("pss_mb", f"memory of the agent (PSS): {more}", "MB", []),
+        ("ms", "time of each restart among these, one worker that fails at once", "ms", []),
     ):
-        sides = {name: values[key] for name, values in grown.items()}
-        bounds = [] if key == "pss_mb" else [Bound(0)]
-        turns.rows.append(
-            row(f"many_restarts.{key}", f"{what}: more after {words} restarts than after 5", unit, sides, *bounds)
-        )
-    sides = {name: values["ms"] for name, values in grown.items()}
-    turns.rows.append(
-        row("many_restarts.ms", "time of each restart among these, one worker that fails at once", "ms", sides)
-    )
+        turns.rows.append(row(f"many_restarts.{key}", what, unit, of_each(found, itemgetter(key)), *bounds))
 
 
-def _many(side: Side, count: int) -> tuple[dict[str, float], dict[str, float], float]:
+def _many(side: Side, count: int) -> dict[str, float]:
+    """What the agent has more of after so many restarts than after 5, and the time of each."""
     argv = partial(side.argv, 1, "fail.py", options=("--max-restarts", str(count)))
     with marks_of_workers() as marks, started(argv(args=(marks, count))) as run:
         marks.wait("ready", 5, 1, run)
@@ -274,7 +250,8 @@ def _many(side: Side, count: int) -> tuple[dict[str, float], dict[str, float], f
         marks.wait("ready", count, 1, run, limit_s=100)
         took_s = time.monotonic() - began
         time.sleep(SETTLING_S)
-        return before, _agent(run.pid), took_s
+        after = _agent(run.pid)
+        return {**{key: after[key] - before[key] for key in after}, "ms": took_s * 1e3 / (count - 5)}
 
 
 def _agent(pid: int) -> dict[str, float]:

@@ -5,11 +5,14 @@ A results file is the JSON of one `Results`; the page, the plots and the lines i
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,6 @@ class Row:
         values = self.sides.get(side)
         return statistics.median(values) if values else None
 
-    def quartiles(self, side: str) -> tuple[float, float]:
-        values = self.sides[side]
-        if len(values) < 2:
-            return values[0], values[0]
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-        return low, high
-
     def ratio(self, side: str = "holdfast", other: str = "torchrun") -> float | None:
         mine, theirs = self.median(side), self.median(other)
         return mine / theirs if mine and theirs and mine > 0 and theirs > 0 else None
@@ -67,14 +63,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One measure. `how` says what was measured and how; `failure` why it could not be. `planned` repeats are `made`
-    unless the time was up; `breakdowns` are phases in milliseconds by plot and side."""
+    """One measure. `how` says what was measured and how; `failure` why it could not be. `breakdowns` are phases in
+    milliseconds by plot and side."""
 
     name: str
     title: str
     how: str
-    planned: int
-    made: int = 0
     took_s: float = 0.0
     load: float = 0.0
     failure: str = ""
@@ -88,40 +82,36 @@ class Results:
     date: str
     machine: dict[str, str]
     took_s: float
-    budget_s: float
-    is_quick: bool
     sections: list[Section]
-
-    def section(self, name: str) -> Section | None:
-        return next((each for each in self.sections if each.name == name), None)
 
     def row(self, key: str) -> Row | None:
         return next((row for section in self.sections for row in section.rows if row.key == key), None)
 
     def rows(self, prefix: str) -> dict[int, Row]:
         """Those whose keys are a prefix and a size, by size."""
-        rows = [row for section in self.sections for row in section.rows if row.key.startswith(f"{prefix}.")]
-        return {int(row.key.rpartition(".")[2]): row for row in rows if row.key.rpartition(".")[0] == prefix}
+        rows = [row for section in self.sections for row in section.rows if row.key.rpartition(".")[0] == prefix]
+        return {int(row.key.rpartition(".")[2]): row for row in rows}
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+    def breakdowns(self) -> dict[str, dict[str, dict[str, float]]]:
+        return {key: bars for section in self.sections for key, bars in section.breakdowns.items()}
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Results:
-        data = json.loads(text)
-        sections = [_section(each) for each in data.pop("sections")]
-        return cls(sections=sections, **data)
-
-
-def _section(data: dict[str, Any]) -> Section:
-    rows = [Row(**{**row, "bounds": [Bound(**each) for each in row["bounds"]]}) for row in data.pop("rows")]
-    return Section(rows=rows, **data)
+    def from_json(cls, text: bytes) -> Results:
+        return msgspec.json.decode(text, type=cls)
 
 
 def row(key: str, what: str, unit: str, sides: Mapping[str, Iterable[float]], *bounds: Bound) -> Row:
     """Sides without a value are left out; values keep five digits."""
-    kept = {name: [float(f"{value:.5g}") for value in values] for name, values in sides.items()}
+    kept = of_each(sides, lambda value: float(f"{value:.5g}"))
     return Row(key, what, unit, {name: values for name, values in kept.items() if values}, list(bounds))
+
+
+def of_each(found: Mapping[str, Iterable[T]], value: Callable[[T], float]) -> dict[str, list[float]]:
+    """One figure of what each side gave in each turn."""
+    return {name: [value(each) for each in turns] for name, turns in found.items()}
 
 
 def differences(more: Sequence[float], less: Sequence[float]) -> list[float]:

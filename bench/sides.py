@@ -14,23 +14,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
-import select
+import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
 import psutil
 
-T = TypeVar("T")
+from tests.support import free_port, wait_until
 
 WORKERS = Path(__file__).parent / "workers"
 WAIT_LIMIT_S = 60.0
@@ -40,10 +40,6 @@ _SCRIPTS = Path(sys.executable).parent
 _SETTINGS = ("PYTHON", "PET_", "TORCHELASTIC_", "TORCH_ELASTIC_", "HOLDFAST_", "OMP_")
 _KEPT = {"PYTHONPYCACHEPREFIX"}  # Where bytecode is kept changes nothing in how a program runs.
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class BenchmarkError(Exception):
-    """The measurement could not be made; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,52 +68,33 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 
-def await_value(look: Callable[[], T | None], what: str, limit_s: float = WAIT_LIMIT_S) -> T:
-    ends = time.monotonic() + limit_s
-    while not (value := look()):
-        if time.monotonic() > ends:
-            raise BenchmarkError(f"after {limit_s:g} s there was still not {what}")
-        time.sleep(0.002)
-    return value
-
-
-def free_port() -> int:
-    """One that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 # --- a command that runs ------------------------------------------------------------------------------------------
 
 
 class Run:
     """One command. `began_ns` is the monotonic clock just before it was started, `cpu_s` that of its whole tree."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], stdout: IO[bytes] | int = subprocess.DEVNULL):
-        self._argv = argv
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (`close` closes it)
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], stdout: IO[bytes] | int, said: IO[bytes]) -> None:
+        self._argv, self._said = argv, said
         self.began_ns = time.monotonic_ns()
         self.popen = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=self._said, env=env, cwd="/", start_new_session=True
+            argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=said, env=env, cwd="/", start_new_session=True
         )
         self.pid = self.popen.pid
         self.ended_ns = 0
         self.cpu_s = 0.0
-        self.status: int | None = None
 
     def wait(self, limit_s: float = WAIT_LIMIT_S) -> int:
         """Until it has ended; the exit status."""
-        if self.status is None:
+        if self.popen.returncode is None:
             self.ended_ns = max(gone_ns([self.pid], limit_s).values())
             _, status, usage = os.wait4(self.pid, 0)
             self.cpu_s = usage.ru_utime + usage.ru_stime
-            self.status = self.popen.returncode = os.waitstatus_to_exitcode(status)
-        return self.status
+            self.popen.returncode = os.waitstatus_to_exitcode(status)
+        return self.popen.returncode
 
-    def succeed(self, limit_s: float = WAIT_LIMIT_S) -> Run:
-        if self.wait(limit_s) != 0:
-            raise BenchmarkError(f"{' '.join(self._argv)} ended with status {self.status}: {self.last_words()}")
+    def succeed(self) -> Run:
+        assert self.wait() == 0, f"{' '.join(self._argv)} ended with status {self.wait()}: {self.last_words()}"
         return self
 
     @property
@@ -126,9 +103,8 @@ class Run:
 
     def has_ended(self) -> bool:
         """Looks only; `wait` collects the status."""
-        return (
-            self.status is not None or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        )
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return self.popen.returncode is not None or os.waitid(os.P_PID, self.pid, options) is not None
 
     def last_words(self, most: int = 4000) -> str:
         self._said.seek(0)
@@ -136,15 +112,12 @@ class Run:
 
     def close(self) -> None:
         """In order first, so that a launcher takes its workers with it."""
-        if self.status is None:
-            with contextlib.suppress(BenchmarkError, ProcessLookupError):
-                os.kill(self.pid, signal.SIGCONT)
-                os.kill(self.pid, signal.SIGTERM)
-                self.wait(10)
-        if self.status is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait(10)
-        self._said.close()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.popen.returncode is None:
+                with contextlib.suppress(AssertionError):
+                    os.kill(self.pid, number)
+                    os.kill(self.pid, signal.SIGCONT)
+                    self.wait(10)
 
 
 @contextmanager
@@ -152,41 +125,36 @@ def started(
     argv: Sequence[str], stdout: IO[bytes] | int = subprocess.DEVNULL, env: Mapping[str, str] | None = None
 ) -> Iterator[Run]:
     """A command that runs; it has ended when the block has."""
-    run = Run(argv, environment(**(env or {})), stdout)
-    try:
-        yield run
-    except BenchmarkError as error:
-        if run.status is None and not run.has_ended():
-            raise
-        raise BenchmarkError(f"{error} (status {run.wait()}): {run.last_words()}") from None
-    finally:
-        run.close()
+    with tempfile.TemporaryFile() as said:
+        run = Run(argv, environment(**(env or {})), stdout, said)
+        try:
+            yield run
+        except AssertionError as error:
+            if not run.has_ended():
+                raise
+            raise AssertionError(f"{error} (status {run.wait()}): {run.last_words()}") from None
+        finally:
+            run.close()
 
 
-def finish(argv: Sequence[str], limit_s: float = WAIT_LIMIT_S, **env: str) -> Run:
+def finish(argv: Sequence[str], **env: str) -> Run:
     with started(argv, env=env) as run:
-        return run.succeed(limit_s)
+        return run.succeed()
 
 
 def gone_ns(pids: Sequence[int], limit_s: float = WAIT_LIMIT_S) -> dict[int, int]:
     """When each process ended, by the monotonic clock. Its parent may not have collected it yet."""
-    ends = time.monotonic() + limit_s
-    found: dict[int, int] = {}
-    with contextlib.ExitStack() as stack:
-        poll, watched = select.poll(), {}
+    ends, found = time.monotonic() + limit_s, {}
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         for pid in pids:
-            fd = os.pidfd_open(pid)
-            stack.callback(os.close, fd)
-            poll.register(fd, select.POLLIN)
-            watched[fd] = pid
+            selector.register(stack.enter_context(open(os.pidfd_open(pid))), selectors.EVENT_READ, pid)
         while len(found) < len(pids):
-            ready = poll.poll(max(0.0, ends - time.monotonic()) * 1e3)
+            ready = selector.select(max(0.0, ends - time.monotonic()))
             now_ns = time.monotonic_ns()
-            if not ready:
-                raise BenchmarkError(f"a process still runs after {limit_s:g} s")
-            for fd, _ in ready:
-                poll.unregister(fd)
-                found[watched[fd]] = now_ns
+            assert ready, f"a process still runs after {limit_s:g} s"
+            for key, _ in ready:
+                selector.unregister(key.fileobj)
+                found[key.data] = now_ns
     return found
 
 
@@ -218,8 +186,7 @@ class Marks:
 
     def of_all(self, name: str, attempt: int, count: int) -> list[Mark]:
         found = self.found(name, attempt)
-        if len(found) != count:
-            raise BenchmarkError(f"{len(found)} workers left the mark {name}.{attempt}, not {count}")
+        assert len(found) == count, f"{len(found)} workers left the mark {name}.{attempt}, not {count}"
         return list(found.values())
 
     def last_ns(self, name: str, attempt: int, count: int) -> int:
@@ -228,15 +195,13 @@ class Marks:
     def wait(
         self, name: str, attempt: int, count: int, run: Run | None = None, limit_s: float = WAIT_LIMIT_S
     ) -> list[Mark]:
-        def look() -> bool:
+        def are_there() -> bool:
             has_ended = run is not None and run.has_ended()  # Asked first: it may leave the last mark and end.
-            if len(list(self.directory.glob(f"{name}.{attempt}.*"))) >= count:
-                return True
-            if has_ended:
-                raise BenchmarkError(f"the run ended before {count} workers left the mark {name}.{attempt}")
-            return False
+            found = len(list(self.directory.glob(f"{name}.{attempt}.*"))) >= count
+            assert found or not has_ended, f"the run ended before {count} workers left the mark {name}.{attempt}"
+            return found
 
-        await_value(look, f"{count} marks {name}.{attempt}", limit_s)
+        wait_until(are_there, f"{count} marks {name}.{attempt}", limit_s)
         return self.of_all(name, attempt, count)
 
 
@@ -256,20 +221,13 @@ def own_all_processes() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def end_descendants() -> int:
-    """Kill what is left, by pid, until nothing is; how many there were."""
-    ended, me = 0, psutil.Process()
-    while left := me.children(recursive=True):
+def end_descendants() -> None:
+    """Kill what is left, by pid, until nothing is."""
+    while left := psutil.Process().children(recursive=True):
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired, ChildProcessError):
-                process.wait(5)
-        ended += len(left)
-        if ended > 10_000:
-            raise BenchmarkError("processes cannot be ended")
-    return ended
+        psutil.wait_procs(left, timeout=5)
 
 
 # --- what processes use -------------------------------------------------------------------------------------------
@@ -277,12 +235,8 @@ def end_descendants() -> int:
 
 def memory_mb(pids: Sequence[int], kind: str = "Pss") -> float:
     """By /proc/PID/smaps_rollup: `Pss` shares pages among the processes that have them, `Rss` counts them for each."""
-    total_kib = 0
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith(f"{kind}:"):
-                total_kib += int(line.split()[1])
-    return total_kib * 1024 / 1e6
+    texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
+    return sum(int(kib) for text in texts for kib in re.findall(rf"^{kind}: +(\d+)", text, re.MULTILINE)) * 1024 / 1e6
 
 
 def cpu_ns(pids: Sequence[int]) -> int:

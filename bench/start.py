@@ -8,10 +8,11 @@ import sys
 import tempfile
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 
-from bench.results import Bound, differences, row
+from bench.results import Bound, differences, of_each, row
 from bench.sides import BARE, HOLDFAST, TORCHRUN, WORKERS, Side, finish, marks_of_workers
-from bench.turns import Turns, with_parts
+from bench.turns import Turns
 
 SIDES = (HOLDFAST, TORCHRUN, BARE)
 
@@ -40,17 +41,17 @@ def measure_import(turns: Turns) -> None:
 def measure_launch(turns: Turns) -> None:
     sizes = turns.size((1, 4, 16, 64), (1, 4))
     cpu_ms: dict[int, dict[str, list[float]]] = {}
-    for size, part in with_parts(sizes, 16):
+    for size in sizes:
 
         def run(side: Side, nproc: int = size) -> tuple[float, float]:
             ended = finish(side.argv(nproc, "trivial.py"))
             return ended.took_s * 1e3, ended.cpu_s * 1e3
 
-        found = turns.compare(f"launch of {size}", {side.name: partial(run, side) for side in SIDES}, part=part)
-        cpu_ms[size] = {name: [cpu for _, cpu in values] for name, values in found.items()}
+        found = turns.compare(f"launch of {size}", {side.name: partial(run, side) for side in SIDES})
+        cpu_ms[size] = of_each(found, itemgetter(1))
         bounds = [Bound(0.06, "torchrun")] if size == 4 else []
         what = f"{size} trivial worker{'s' if size > 1 else ''}, start to end"
-        walls = {name: [wall for wall, _ in values] for name, values in found.items()}
+        walls = of_each(found, itemgetter(0))
         turns.rows.append(row(f"launch.{size}", what, "ms", walls, *bounds, Bound(1.15, "bare", 60, reason=_LAUNCH)))
     least, most = sizes[0], sizes[-1]
     slopes = {
@@ -80,22 +81,21 @@ open(os.environ["BENCH_TIMES"], "w").write(" ".join(map(str, times)))
 
 
 def measure_launch_stages(turns: Turns) -> None:
-    def stages() -> tuple[float, float, float]:
+    def stages() -> list[float]:
         with tempfile.NamedTemporaryFile() as said:
             argv = [sys.executable, "-c", _STAGES, "run", str(WORKERS / "trivial.py")]
             began_ns = finish(argv, BENCH_TIMES=said.name).began_ns
             times_ns = [began_ns, *map(int, said.read().split())]
-        first, second, third = ((later - earlier) / 1e6 for earlier, later in pairwise(times_ns))
-        return first, second, third
+        return [(later - earlier) / 1e6 for earlier, later in pairwise(times_ns)]
 
-    found = turns.compare("stages of a launch", {"holdfast": stages})["holdfast"]
+    found = turns.compare("stages of a launch", {"holdfast": stages})
     whats = (
         "1 worker: until Python runs the agent's first line",
         "1 worker: from there until the agent has imported what it needs and orders the worker",
         "1 worker: from there until the worker was started, has run, has ended, and the agent knows",
     )
     for number, what in enumerate(whats, 1):
-        turns.rows.append(row(f"launch_stage.{number}", what, "ms", {"holdfast": [each[number - 1] for each in found]}))
+        turns.rows.append(row(f"launch_stage.{number}", what, "ms", of_each(found, itemgetter(number - 1))))
 
 
 def measure_worker_cpu(turns: Turns) -> None:
@@ -137,14 +137,12 @@ def measure_progress(turns: Turns) -> None:
         return float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
 
     ours = "progress_board.progress"
-    found = turns.compare(
-        "holdfast.progress",
-        {
-            "empty": partial(ns, "lambda step: None", False),
-            "unwatched": partial(ns, ours, False),
-            "watched": partial(ns, ours, True),
-        },
-    )
+    sides = {
+        "empty": partial(ns, "lambda step: None", False),
+        "unwatched": partial(ns, ours, False),
+        "watched": partial(ns, ours, True),
+    }
+    found = turns.compare("holdfast.progress", sides)
     turns.rows += [
         row("progress.empty", "a call of an empty function", "ns", {"bare": found["empty"]}),
         row("progress.unwatched", "`holdfast.progress(step=...)`, not watched", "ns", {"holdfast": found["unwatched"]}),

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +28,8 @@ from holdfast.rendezvous.handler import CoordinatorHandler, create_tcp_handler
 from holdfast.rendezvous.membership import frames, protocol
 from holdfast.rendezvous.membership.frames import Frames, encode
 from holdfast.rendezvous.membership.model import NodeFacts, Sealed, Settings
-from tests import support
+from tests.nodes import Relay
+from tests.support import LoggedProcess
 
 DEADLINE_S = 30.0
 
@@ -39,39 +39,31 @@ def default_run_id() -> str:
     return os.environ.get("PYTEST_CURRENT_TEST", "run").partition(" ")[0]
 
 
-class CoordinatorProcess:
+class CoordinatorProcess(LoggedProcess):
     """`holdfast coordinator` at a port of its own. What it says is in `log`, what it writes down in `home`."""
 
     def __init__(
-        self,
-        home: Path,
-        *options: str,
-        port: int = 0,
-        address: str = "127.0.0.1",
-        env: dict[str, str] | None = None,
+        self, home: Path, *options: str, port: int = 0, address: str = "127.0.0.1", env: dict[str, str] | None = None
     ) -> None:
-        self._said = home / f"coordinator-{time.monotonic_ns()}.err"
+        said = home / f"coordinator-{time.monotonic_ns()}.err"
         self._page = 0
         command = [sys.executable, "-m", "holdfast", "coordinator", "--listen", f"{address}:{port}", *options]
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(home), **(env or {})}
-        with self._said.open("wb") as said:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=said, env=environment)
+        with said.open("wb") as file:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=file, env=environment)
+        super().__init__("the coordinator", process, said)
         try:
-            self.port = support.wait_until(self._port_or_none, f"a coordinator that listens\n{self.log}")
+            self.port = int(
+                super().await_line(r"listening at \S+:\d+").partition("listening at ")[2].rpartition(":")[2]
+            )
         except BaseException:
             self.close()
             raise
 
-    def _port_or_none(self) -> int | None:
-        was_running = self.process.poll() is None  # Asked first: it may say where it listens and end at once.
-        found = re.search(r"listening at \S+:(\d+)", self.log)
-        assert found or was_running, f"it ended: {self.log}"
-        return int(found[1]) if found else None
-
     @property
     def log(self) -> str:
         """What it has said since the last `turn_page`."""
-        return self._said.read_text()[self._page :]
+        return super().log[self._page :]
 
     def turn_page(self) -> None:
         self._page += len(self.log)
@@ -80,7 +72,7 @@ class CoordinatorProcess:
         return [line for line in self.log.splitlines() if words in line]
 
     def await_line(self, words: str) -> str:
-        return support.wait_until(lambda: self.lines(words), f"{words!r} in\n{self.log}")[0]
+        return super().await_line(re.escape(words))
 
     @property
     def memory_bytes(self) -> int:
@@ -89,10 +81,6 @@ class CoordinatorProcess:
     @property
     def descriptors(self) -> int:
         return int(psutil.Process(self.process.pid).num_fds())
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(DEADLINE_S)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -282,51 +270,7 @@ def await_push(handler: CoordinatorHandler, kind: type) -> Any:
                 raise push.error
 
 
-class Proxy:
-    """A port that passes on to another one, and can cut every connection."""
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self.is_deaf = False
-        """Whether what the target says is thrown away."""
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                with self._lock:
-                    self._pairs.append((near, far))
-                threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
-                threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if not (is_answer and self.is_deaf):
-                    target.sendall(data)
-        for each in (source, target):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        with self._lock:
-            pairs, self._pairs = self._pairs, []
-        for each in (sock for pair in pairs for sock in pair):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # Else a thread that waits there keeps it open.
-        self._listener.close()
-        self.cut()
+Proxy = Relay
 
 
 @contextlib.contextmanager

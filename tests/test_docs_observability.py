@@ -24,7 +24,7 @@ import pytest
 
 from holdfast.cli.status import table
 from tests import support
-from tests.e2e.command import COMMAND, clean_environment
+from tests.e2e.command import COMMAND
 from tests.e2e.test_top import Terminal
 from tests.test_docs import FENCE, ROOT, fences
 
@@ -32,8 +32,6 @@ PAGE = ROOT / "docs" / "observability.md"
 DEADLINE_S = 120.0
 # What the doctor says about a host is different on each; about the way to this run it is not.
 OF_THE_WAY = ("endpoint name", "coordinator", "token", "run")
-
-needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, which `make test-all` installs")
 
 
 class Job:
@@ -43,9 +41,8 @@ class Job:
         self.home, self.name, self.port = home, f"job-{uuid.uuid4().hex[:6]}", support.free_port()
         (home / "examples").symlink_to(ROOT / "examples")
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environ = {**clean_environment(), "PATH": path, "TMPDIR": str(home), "TERM": "xterm-256color"}
-        environ.pop("XDG_RUNTIME_DIR", None)
-        self.env = environ
+        self.env = {**support.clean_environment(), "PATH": path, "TMPDIR": str(home), "TERM": "xterm-256color"}
+        self.env.pop("XDG_RUNTIME_DIR", None)
         [self.start_line] = [line for block in fences(PAGE, "sh") for line in block.splitlines() if "slow_rank" in line]
         self.nodes = [self.start(self.start_line) for _ in range(2)]
 
@@ -67,11 +64,10 @@ class Job:
             return subprocess.Popen(command, cwd=self.home, env=self.env, stdout=file, stderr=file)
 
     def run(self, line: str) -> str:
-        done = subprocess.run(
-            ["bash", "-c", self.moved(line)], cwd=self.home, env=self.env, timeout=DEADLINE_S, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        return done.stdout
+        command = ["bash", "-c", f"exec 2>&1; {self.moved(line)}"]
+        return subprocess.run(
+            command, cwd=self.home, env=self.env, timeout=DEADLINE_S, text=True, stdout=subprocess.PIPE
+        ).stdout
 
     def picture(self) -> dict[str, Any]:
         said = self.run("holdfast status job7 --json")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import rerun, support
+from tests import support
 
 TESTS = """
 import os, pathlib, pytest
@@ -71,7 +71,7 @@ def named(said: list[str], word: str) -> set[str]:
 
 
 def test_what_fails_once_is_flaky(tmp_path: Path) -> None:
-    code, said = run(tmp_path, "-p", "xdist", "-n", "1", "-k", "not always")
+    code, said = run(tmp_path, "-n", "1", "-k", "not always")
     assert code == 0, said
     assert named(said, "FLAKY") == named(said, "RERUN") == FLAKY
     assert any("3 failed, 2 passed, 1 error" in line for line in said), said
@@ -94,16 +94,13 @@ def test_every_other_end_is_pytests(tmp_path: Path, args: tuple[str, ...], expec
 
 def test_a_file_that_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
-    code, said = run(tmp_path, "-p", "xdist", "-n", "1", "-k", "passes")
+    code, said = run(tmp_path, "-n", "1", "-k", "passes")
     assert code not in (0, 5), said
 
 
-def test_too_many_failures_are_not_rerun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail_often(_: object, plugins: list[rerun._Failed]) -> int:
-        plugins[0].tests = dict.fromkeys(map(str, range(rerun.MAX_RERUN + 1)))
-        return 1
-
-    monkeypatch.setattr(pytest, "main", fail_often)
-    monkeypatch.setattr(rerun, "passes", lambda test: True)
-    assert rerun.main([]) == 1
-    assert "no more than 50 are rerun" in capsys.readouterr().out
+def test_too_many_failures_are_not_rerun(tmp_path: Path) -> None:
+    source = "import pytest\n\n@pytest.mark.parametrize('n', range(51))\ndef test_fails(n):\n    assert False\n"
+    (tmp_path / "test_many.py").write_text(source)
+    code, said = run(tmp_path, "-k", "test_fails and not once and not always")
+    assert (code, named(said, "RERUN")) == (1, set())
+    assert "51 tests failed; no more than 50 are rerun" in said

@@ -74,7 +74,7 @@ def test_a_relay_injects_a_message(
     running = holdfast.start("--nnodes", "1", *place, holdfast.script(JOB))
     try:
         support.wait_until(lambda: (holdfast.directory / "started").exists(), "the worker runs")
-        relay._pairs[-1][whom == "coordinator"].sendall(encode(message))
+        relay.newest[whom == "coordinator"].sendall(encode(message))
         time.sleep(1.0)  # For it to have an effect.
         (holdfast.directory / "go").touch()
         ended = running.wait()

@@ -21,23 +21,11 @@ import psutil
 
 import holdfast
 from tests import support
+from tests.support import clean_environment as clean_environment
 
 COMMAND = str(Path(sys.executable).with_name("holdfast"))
 PACKAGE = os.path.dirname(holdfast.__file__)
 DEADLINE_S = 60.0
-
-# Settings of whoever runs the tests must not reach the command.
-_OUR_VARIABLES = ("PET_", "HOLDFAST_", "TORCHELASTIC_", "TORCH_ELASTIC_")
-_OTHER_VARIABLES = {
-    "CUDA_VISIBLE_DEVICES",
-    "LOGLEVEL",
-    "NO_COLOR",
-    "OMP_NUM_THREADS",
-    "PYTHON_EXEC",
-    "PYTHONPATH",
-    "PYTHONSAFEPATH",
-    "TERM",
-}
 
 # Python ignores SIGPIPE and hands that on to what it executes; a shell does not.
 _WRAPPER = """
@@ -46,14 +34,6 @@ signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 {}
 os.execv(sys.argv[1], sys.argv[1:])
 """
-
-
-def clean_environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_OUR_VARIABLES) and name not in _OTHER_VARIABLES
-    }
 
 
 # A line of ours is one write, so it is whole. It need not begin a line: a worker's traceback comes in many writes.
@@ -93,16 +73,12 @@ class Ended:
         return f"exit code {self.code}\n--- stdout\n{self.out[-4000:]}\n--- stderr\n{self.err[-8000:]}"
 
 
-class Running:
-    """A command on its way."""
+class Running(support.LoggedProcess):
+    """A command on its way. Its log is what it has said on stderr."""
 
     def __init__(self, process: subprocess.Popen[bytes], out: Path, err: Path, mark: str) -> None:
-        self.process = process
-        self.pid = process.pid
-        self._out, self._err, self._mark = out, err, mark
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        super().__init__("the command", process, err)
+        self._out, self._mark = out, mark
 
     def catches(self, number: signal.Signals) -> bool:
         """Whether it has installed a handler for that signal."""
@@ -110,13 +86,10 @@ class Running:
 
     def so_far(self) -> Ended:
         """What it has printed until now, whether it has ended or not."""
-        return Ended(-1, self._out.read_bytes(), self._err.read_bytes())
+        return Ended(-1, self._out.read_bytes(), self._path.read_bytes())
 
     def wait(self, deadline_s: float = DEADLINE_S, *, may_own_traceback: bool = False) -> Ended:
-        try:
-            code = self.process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it has not ended after {deadline_s:g} s\n{self.so_far()}") from None
+        code = super().wait(deadline_s)
         ended = replace(self.so_far(), code=code)
         left = self.left()
         assert not left, f"processes left behind: {left}\n{ended}"

@@ -131,7 +131,7 @@ def test_a_dial_is_given_up_when_the_coordinator_has_moved(tmp_path: Path) -> No
         try:
             form(a)
             locator.port = silent.getsockname()[1]
-            relay.hang_up()
+            relay.cut()
             connection, _ = silent.accept()
             began, locator.port = time.monotonic(), server.port
             assert locator.found is not None

@@ -508,7 +508,7 @@ def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene
     scene.start("a", "2", "--max-restarts", "1", rank=0, **times)
     scene.start("b", "2", "--max-restarts", "1", port=relay.port, rank=1, is_host="false", **times)
     scene.await_world(2)
-    relay.hang_up()
+    relay.cut()
     pause_s = age(scene.lives()) + 5.0
     support.wait_until(lambda: is_past(scene, scene.lives(round=1), pause_s), "some time to pass")
     assert [life.events for life in scene.lives()] == [("start", "connected")] * 2
