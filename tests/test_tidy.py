@@ -71,7 +71,7 @@ _PURE = {
     "process/output": "folding lines terminal",
     "process/workers": "ladder",
     "rendezvous/client": "reachability",
-    "rendezvous/coordinator": "kv_store limits turns",
+    "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
     "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
     "restart_policy round run status",
