@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -176,6 +177,7 @@ def test_a_held_port_is_held_at_all_addresses(host: str, everywhere: str) -> Non
 
 def test_a_port_that_is_taken_at_another_address_is_passed_over(kernel: Kernel) -> None:
     port, kernel.order = HeldPort(), [0, 1]
+    kernel.everywhere[0].release()
     with socket.socket() as other:
         other.bind(("127.0.0.2", kernel.numbers[0]))
         port.renew("127.0.0.1")
@@ -184,11 +186,14 @@ def test_a_port_that_is_taken_at_another_address_is_passed_over(kernel: Kernel) 
 
 
 class Kernel:
-    """Hands out ports in the order of a list, and then none."""
+    """Hands out ports in the order of a list, and then none. No other process gets one of them, at any address."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ports = [bind_port() for _ in range(3)]
-        self.numbers = [each.getsockname()[1] for each in self.ports]
+        self.everywhere = [HeldPort() for _ in range(3)]
+        for each in self.everywhere:
+            each.renew("127.0.0.1")
+        self.numbers = [each.number for each in self.everywhere]
+        self.ports = [endpoints.bound(socket.AF_INET, ("127.0.0.1", number)) for number in self.numbers]
         self.handed_out: list[socket.socket] = []
         self.order: list[int] = []
         monkeypatch.setattr(endpoints, "_bound_port", self._bind)
@@ -196,7 +201,7 @@ class Kernel:
     def _bind(self, host: str) -> socket.socket:
         if not self.order:
             raise HostError(f"cannot bind a TCP port on {host!r}: none is left")
-        self.handed_out.append(self.ports[self.order.pop(0)].dup())
+        self.handed_out.append(socket.socket(fileno=os.dup(self.ports[self.order.pop(0)].fileno())))
         return self.handed_out[-1]
 
     def open_ports(self) -> list[int]:
@@ -209,6 +214,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     yield made
     for each in (*made.ports, *made.handed_out):
         each.close()
+    for held in made.everywhere:
+        held.release()
 
 
 @pytest.mark.parametrize(
