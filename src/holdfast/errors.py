@@ -19,7 +19,7 @@ class UserError(HoldfastError, ValueError):
 
 
 class HostError(HoldfastError, RuntimeError):
-    """The machine does not play along: no memory, no file descriptors, a process that cannot be killed."""
+    """The machine cannot do it: no memory, no file descriptors, a process that cannot be killed."""
 
 
 class InternalError(HoldfastError, RuntimeError):
@@ -30,7 +30,7 @@ _FROM_RUN = "_holdfast_is_from_run"
 
 
 def mark_as_from_run(error: Exception) -> None:
-    """Note that the run had begun when this was raised: it is not about a value that the user gave."""
+    """Note that the run had begun when the error was raised: no value that the user gave is the cause."""
     error.__dict__[_FROM_RUN] = True
 
 

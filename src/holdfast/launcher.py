@@ -112,7 +112,7 @@ class LaunchConfig:
         problem = restart_policy.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
         if problem:
             raise UserError(problem)
-        publisher.health_address(self.health_port)  # Refused here if it is none.
+        publisher.health_address(self.health_port)  # A wrong address is refused here.
 
 
 def _time_s(name: str, given: float | None, variable: str, default: int) -> float:

@@ -110,19 +110,6 @@ def test_what_a_dying_worker_said_is_in_the_report(holdfast: Holdfast) -> None:
     assert re.fullmatch(r"Cause: rank 0 exited with code 4 \(pid \d+\): there is none", ended.last)
 
 
-def test_a_fatal_signal_leaves_the_stack(holdfast: Holdfast) -> None:
-    script = holdfast.script("""
-        import signal
-        def deep_inside():
-            signal.raise_signal(signal.SIGSEGV)
-        deep_inside()
-    """)
-    ended = holdfast.run(script)
-    assert ended.code == 1
-    assert "in deep_inside" in ended.last
-    assert re.search(r"stack +:\n(.*\n)*? +File .*job\.py.*, line 3 in deep_inside", ended.err)
-
-
 def test_success_after_a_restart(holdfast: Holdfast) -> None:
     ended = holdfast.run("--nproc-per-node=2", "--max-restarts=2", holdfast.script(FAIL_ONCE))
     assert ended.code == 0, str(ended)
@@ -478,13 +465,6 @@ def test_no_logs_at_all(holdfast: Holdfast) -> None:
     assert ended.last.startswith("Cause: rank 1 failed: ValueError: boom"), "the evidence needs no file"
     assert list(holdfast.temporary.iterdir()) == []
     assert told(holdfast.run("--log-dir=/dev/null", holdfast.script(SHOW)), "TORCHELASTIC_ERROR_FILE") == [""]
-
-
-def test_the_temporary_log_dir_stays_if_there_is_something_in_it(holdfast: Holdfast) -> None:
-    ended = holdfast.run("--nproc-per-node=2", holdfast.script(BOOM))
-    (found,) = [path for path in holdfast.temporary.rglob("*") if path.is_file()]
-    assert json.loads(found.read_text())["message"]["message"] == "ValueError: boom"
-    assert f"  error_file: {found}" in ended.err.splitlines()
 
 
 def test_the_launchers_own_error_file_gets_the_root_cause(holdfast: Holdfast) -> None:

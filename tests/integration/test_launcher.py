@@ -355,12 +355,6 @@ def test_a_site_that_replaces_the_metrics_and_fails(outcome: Outcome, monkeypatc
     assert outcome.event() is outcome.agent.get_event_failed.return_value
 
 
-def test_events_go_where_the_config_says(outcome: Outcome) -> None:
-    outcome.agent.run.side_effect = [RunResult(WorkerState.SUCCEEDED)]
-    elastic_launch(config(event_log_handler="console"), ten_and)("RANK")
-    assert outcome.recorded.call_args.args[1] == "console"
-
-
 # What it is called.
 
 
@@ -479,13 +473,6 @@ def test_nothing_is_left_in_the_temporary_directory(
     with pytest.raises(ChildFailedError) as failed:
         elastic_launch(config(2, logs_specs=None, max_restarts=1), entrypoints.live)(str(mailbox), "raise")
     assert os.path.exists(failed.value.failures[1].error_file)
-
-
-def test_a_health_check_server_is_started_and_stopped() -> None:
-    server = mock.Mock()
-    assert elastic_launch(config(1), "true", health_check_server=server)() == {0: None}
-    server.start.assert_called_once_with()
-    server.stop.assert_called_once_with()
 
 
 SPEAKING = """

@@ -161,7 +161,7 @@ TIME = "is not a duration such as 30, 30s, 5m or 2h"
             for text in ("-1", "x", "1.5", "9" * 5000)
         ),
         (options.port, "1234", 1234),
-        *((options.port, text, f"{text!r} is not a port (1 to 65535)") for text in ("0", "65536", "http")),
+        *((options.port, text, f"{text!r} is not a port (1 to 65535)") for text in ("0", "65536")),
         (options.address, "8080", "127.0.0.1:8080"),
         (options.address, "[::]:8080", "[::]:8080"),
         (options.address, "x", "'x' is not HOST:PORT or PORT (0 to 65535; 0 is any free one)"),

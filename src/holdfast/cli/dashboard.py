@@ -34,7 +34,7 @@ examples:
 def get_parser() -> PlainParser:
     description = "Serve a page about a run: nodes, workers, rounds, logs, failures."
     parser = runs.parser_for(PROGRAM, description, _EPILOG, json_help="")
-    parser.add_argument("--addr", type=argument(host_and_port), default=DEFAULT_ADDRESS, metavar="HOST:PORT",
+    parser.add_argument("--addr", type=argument(host_and_port), default=DEFAULT_ADDRESS, metavar="[HOST:]PORT",
                         help=f"where to serve (default: {DEFAULT_ADDRESS}; port 0 is any free one)")  # fmt: skip
     parser.add_argument("--linger", type=argument(duration_s), default=DEFAULT_LINGER_S, metavar="TIME", help="how "
                         "long to stay after the run has ended (default: 5m)")  # fmt: skip

@@ -24,7 +24,7 @@ _REMEDIES = {
 
 
 def explain(error: BaseException, program: str = PROGRAM) -> int:
-    """Say why the run ended, and return the exit code that tells the same."""
+    """Print why the run ended, and return the exit code."""
     if (failed := getattr(error, "run_report", None)) is not None:
         _write_report(report.run_text(failed) + "\n", os.environ.get(REPORT_FILE_VARIABLE))
         return int(failed.exit_code)
@@ -46,7 +46,7 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
     # A value that was refused while the launch was being prepared, with a text that says so.
     is_refused = isinstance(error, ValueError | AssertionError) and bool(str(error)) and not is_from_run(error)
     is_usage = isinstance(error, UserError) or is_refused
-    # What the system refuses (a program in a foreign format, one descriptor too many) is not for us to explain.
+    # Errors of the system (a program in a foreign format, one descriptor too many) are shown in its own words.
     is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
     if is_usage or is_named or is_kind(error, RendezvousError):
         log.debug("where this comes from:", exc_info=error)
@@ -72,7 +72,7 @@ def _write_report(text: str, path: str | None) -> None:
 
 def _words_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        # Of the words of the system these are the ones that a user can do something about.
+        # A user can do something about these errors.
         remedy = _REMEDIES.get(error.errno or 0, "")
         about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
         return f"cannot start{about}: {error.strerror}{remedy}"

@@ -51,7 +51,7 @@ DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
 LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
 
-# Variables of engines; `hosts.environment` says what each means, and is imported only if one of them is there.
+# Variables of engines: `hosts.environment`, which knows their meaning, is imported only if one of them is set.
 ENGINE_VARIABLES = (
     "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK", "LSF_PM_TASKID",
     "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "JOB_COMPLETION_INDEX",
@@ -95,7 +95,7 @@ def determine_local_world_size(nproc_per_node: str) -> int:
     number = _for_option("--nproc-per-node", devices.worker_count, nproc_per_node)
     if number < 1:
         raise UserError(f"--nproc-per-node {number}: at least one worker is needed")
-    # Far too many are refused before memory is full of what is known about each of them.
+    # Refuse far too many before the records of the workers fill the memory.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and number > most:
         raise UserError(
@@ -105,7 +105,7 @@ def determine_local_world_size(nproc_per_node: str) -> int:
 
 
 def get_rdzv_endpoint(args: RunArguments | argparse.Namespace) -> str:
-    """Where nodes meet: what the user gave, or for static the master's address and port."""
+    """Where nodes meet: the endpoint that the user gave, or for static the master's address and port."""
     if args.rdzv_backend != "static" or args.rdzv_endpoint:
         return str(args.rdzv_endpoint)
     address = args.master_addr
@@ -228,7 +228,7 @@ def fresh_id() -> str:
 
 
 def _streams_for(make: Any, chosen: Any) -> Any:
-    """A class that was written for another launcher is given that launcher's `Std`, which is beside its `LogsSpecs`."""
+    """A class that was written for another launcher gets the `Std` of that launcher, from the module of its base."""
     bases = (base for base in getattr(make, "__mro__", ()) if base.__name__ == "LogsSpecs")
     std = next((getattr(sys.modules.get(base.__module__), "Std", None) for base in bases), None)
     if std is None:
@@ -237,7 +237,7 @@ def _streams_for(make: Any, chosen: Any) -> Any:
 
 
 def _tidy(specs: Any) -> None:
-    """Take the temporary directory away again if nothing was left in it."""
+    """Remove the temporary directory if it is empty."""
     remove = getattr(specs, "remove_if_unused", None)
     if remove is not None:
         remove()
@@ -441,8 +441,8 @@ def run(args: RunArguments | argparse.Namespace) -> None:
 
 
 def _why_it_cannot_start(args: RunArguments) -> str:
-    """Why there is nothing to run on this node. In a run of several nodes that is the run's failure, so that the others
-    do not wait for this one; on a machine alone it is an error at once."""
+    """Why there is nothing to run on this node. In a run of several nodes this fails the run, so that the other nodes
+    do not wait; on one machine it is an error at once."""
     try:
         check_program(args, determine_local_world_size(args.nproc_per_node))
     except UserError as error:

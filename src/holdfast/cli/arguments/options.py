@@ -67,7 +67,7 @@ def count(text: str) -> int:
 
 
 def port(text: str) -> int:
-    if not text.strip().isdecimal() or len(text) > _LONGEST_NUMBER or not 0 < int(text) < 65536:
+    if not 0 < count(text) < 65536:
         raise ValueError(f"{text!r} is not a port (1 to 65535)")
     return int(text)
 

@@ -35,7 +35,7 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
 
 
 def _part_of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first frame on. A script that cannot be compiled has none, as under Python."""
+    """The traceback from the script's first frame on; None for a script that cannot be compiled, as under Python."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         traceback = traceback.tb_next
     return traceback
@@ -104,7 +104,7 @@ def check_program(args: RunArguments, local_world_size: int) -> None:
     if args.training_script != "-":
         for path in _names_of_script(args.training_script, local_world_size):
             _check_script(path)
-    # `-` is what it is to Python: the program is read from stdin.
+    # As for Python, `-` means that the program is read from stdin.
     elif args.run_path:
         raise UserError("--run-path needs a file, not '-': a function cannot run a program from stdin")
     elif local_world_size > 1:
@@ -132,7 +132,7 @@ def _check_script(path: str) -> None:
 
 
 def _if_directory_is_gone(path: str) -> str:
-    """Then the file of a relative path may well be where it was, in a directory of that name that was made anew."""
+    """A hint: the file may exist in a new directory of the same name."""
     try:
         os.getcwd()
     except FileNotFoundError:
