@@ -428,6 +428,32 @@ def test_a_spawner_that_is_killed_while_workers_start_is_a_failure_of_the_round(
     assert sorted(result.failures) == list(range(16))
 
 
+def test_a_spawner_that_is_killed_before_its_reports_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. Both workers run. 2. The spawner reports that, and is killed. 3. The agent reads both at once."""
+    poll_start = PContext.poll_start
+    is_killed: list[int] = []
+
+    def poll_late(context: PContext) -> bool:
+        if not is_killed:
+            is_killed.append(context._spawner._pid)
+            pids = support.wait_until(lambda: sleepers(is_killed[0]), "both run")
+            support.await_sleep(is_killed[0])
+            os.kill(is_killed[0], signal.SIGKILL)
+            assert support.survivors([*is_killed, *pids]) == []
+        return poll_start(context)
+
+    def sleepers(spawner: int) -> list[int]:
+        found = [
+            pid for pid in support.tree(spawner) if Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\x00600\x00"
+        ]
+        return found if len(found) == 2 else []
+
+    monkeypatch.setattr(PContext, "poll_start", poll_late)
+    agent = agent_of("sleep", "600")
+    assert agent.run().state is WorkerState.SUCCEEDED, "the others have gone on"
+    assert run_of(agent).failure.exitcode == -signal.SIGKILL
+
+
 def is_starting(pid: int) -> bool:
     return is_in_exec(pid) or support.is_template(pid)
 

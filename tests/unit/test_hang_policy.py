@@ -295,7 +295,7 @@ def test_signals_by_name() -> None:
     assert parse_signals("output, CPU,,") == {OUTPUT, CPU}
     assert HangPolicy(hang_timeout_s=1).chosen == DEFAULT_SIGNALS
     assert CPU not in DEFAULT_SIGNALS, "a collective that spins would look like work"
-    with pytest.raises(UserError, match="'gpu' is no progress signal; there are output, pattern, cpu, io, progress"):
+    with pytest.raises(UserError, match="unknown progress signal 'gpu'; known signals: output, pattern, cpu, io"):
         parse_signals("output,gpu")
 
 

@@ -251,7 +251,8 @@ class LocalWorkers(Workers):
         if self._cleaning is not None and self._cleaning.is_underway:
             return self._cleaning.fileno()
         if self.context is not None:
-            return self.context.fileno()
+            # -1 if the spawner is gone: then all have ended, and `deadline` has passed.
+            return fd if (fd := self.context.fileno()) >= 0 else None
         return self._device_wait.fileno() if self._device_wait is not None else None
 
     def unsent_fds(self) -> list[int]:

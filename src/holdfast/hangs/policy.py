@@ -152,7 +152,7 @@ def parse_signals(text: str) -> frozenset[Signal]:
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in set(Signal):
-            raise UserError(f"{name!r} is no progress signal; there are {', '.join(Signal)}")
+            raise UserError(f"unknown progress signal {name!r}; known signals: {', '.join(Signal)}")
     return frozenset(map(Signal, names))
 
 

@@ -27,7 +27,7 @@ class MultiprocessContext(PContext):
         **more: Any,
     ) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
-            raise UserError(f"unknown start method {start_method!r}; there are spawn, fork and forkserver")
+            raise UserError(f"unknown start method {start_method!r}; known methods: spawn, fork, forkserver")
         self._is_fork = start_method == "fork"
         self._calls = {rank: (entrypoint, tuple(values)) for rank, values in args.items()}
         self._payloads = {} if self._is_fork else {rank: command.pickled_call(*self._calls[rank]) for rank in args}
