@@ -19,12 +19,21 @@ the first message; it is due within seconds.
 
 from __future__ import annotations
 
+import _socket
+import os
 import select
-import socket
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Generator
+
+TYPE_CHECKING = False  # The constant of that name in `typing`, without the import: a fork of the spawner runs this.
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable, Generator
+    from typing import NoReturn
+
+    _Reader = Generator[None, None, None]
+else:
+    from _collections import deque
 
 _MAGIC = 0x3C85F7CE
 MAX_KEY_BYTES = 8 << 10
@@ -54,8 +63,6 @@ _OTHER_PROTOCOLS = {
     b"PRI ": "HTTP/2",
     b"SSH-": "ssh",
 }
-
-_Reader = Generator[None, None, None]
 
 
 class ProtocolError(Exception):
@@ -386,17 +393,16 @@ class _Connection:
 
     __slots__ = ("client", "is_blocked", "sock", "stranger_until")
 
-    def __init__(self, sock: socket.socket, client: Client, stranger_until: float) -> None:
+    def __init__(self, sock: _socket.socket, client: Client, stranger_until: float) -> None:
         self.sock, self.client, self.stranger_until = sock, client, stranger_until
         self.is_blocked = False
 
 
 class Server:
-    """Serves at a listening socket until `stop_fd` can be read, or its other end is closed. `say` is called with lines
-    for the user."""
+    """Serves at a listening socket. `say` is called with lines for the user."""
 
-    def __init__(self, listener: socket.socket, stop_fd: int, say: Callable[[str], None]) -> None:
-        self._listener, self._stop_fd, self._say = listener, stop_fd, say
+    def __init__(self, listener: _socket.socket, say: Callable[[str], None]) -> None:
+        self._listener, self._say = listener, say
         self._store = TorchStore()
         self._poller = select.epoll()
         self._connections: dict[int, _Connection] = {}
@@ -404,14 +410,12 @@ class Server:
         self._strangers: dict[int, _Connection] = {}  # In order of arrival.
         self._lines = 0
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
+        """Until the process ends."""
         self._listener.setblocking(False)
         self._poller.register(self._listener, select.EPOLLIN)
-        self._poller.register(self._stop_fd, select.EPOLLIN)
         while True:
             for fd, events in self._poller.poll(self._wait_s(), 256):
-                if fd == self._stop_fd:
-                    return
                 if fd == self._listener.fileno():
                     self._accept()
                 elif (connection := self._connections.get(fd)) is not None:
@@ -429,17 +433,17 @@ class Server:
     def _accept(self) -> None:
         for _ in range(_MAX_STRANGERS):
             try:
-                sock, address = self._listener.accept()
+                fd, address = self._listener._accept()  # type: ignore[attr-defined]  # The stubs do not know it.
             except BlockingIOError:
                 return
             except OSError as error:
                 self._report(f"torch's store cannot accept a connection: {error.strerror}")
                 return
+            sock = _socket.socket(fileno=fd)
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
             client = Client(f"{address[0]}:{address[1]}", self._store)
             connection = _Connection(sock, client, time.monotonic() + _VALIDATE_WITHIN_S)
-            fd = sock.fileno()
             self._connections[fd] = self._strangers[fd] = self._by_client[client] = connection
             self._poller.register(fd, select.EPOLLIN)
             if len(self._strangers) > _MAX_STRANGERS:
@@ -505,3 +509,23 @@ class Server:
         self._lines += 1
         if self._lines <= _LINES_AT_MOST:
             self._say(line + (" (further lines of this kind are left out)" if self._lines == _LINES_AT_MOST else ""))
+
+
+def serve(listener_fd: int, lines_fd: int) -> NoReturn:
+    """Lines that the pipe has no room for are lost: nothing may hold the store up."""
+    import resource
+
+    os.set_blocking(lines_fd, False)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each client needs a descriptor.
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        pass
+
+    def say(line: str) -> None:
+        try:
+            os.write(lines_fd, f"{line}\n".encode())
+        except OSError:
+            pass
+
+    Server(_socket.socket(fileno=listener_fd), say).run()
