@@ -29,7 +29,7 @@ from holdfast.hosts.ssh.run import HostsJob
 from holdfast.process.output.logs import Std
 from holdfast.process.workers import device_memory
 from holdfast.process.workers.cpus import AffinityMode, NumaOptions
-from holdfast.rendezvous.membership.model import Admit, Settings
+from holdfast.rendezvous.membership.model import Admit, AgentStore, Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
 from tests.unit.test_cli_run import RECORDER, install_logs_specs
@@ -118,6 +118,7 @@ EFFECTS = {
     "exit_barrier_timeout": Effect("7m", lambda a: a._exit_barrier_timeout, 420.0),
     "lease": Effect("70", lambda a: agreed(a).lease_s, 70.0, TCP),
     "admit": Effect("on-restart", lambda a: agreed(a).admit, Admit.ON_RESTART, TCP),
+    "agent_store": Effect("off", lambda a: agreed(a).agent_store, AgentStore.OFF, TCP),
     "admit_delay": Effect("7", lambda a: agreed(a).admit_delay_s, 7.0, TCP),
     "on_isolation": Effect("continue", lambda a: meeting(a).on_isolation, "continue", TCP),
     "token_file": Effect("secret", lambda a: meeting(a).token, b"the word of the day", TCP),

@@ -14,7 +14,7 @@ from holdfast.launcher import LaunchConfig
 from holdfast.rendezvous import settings
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousParameters
 from holdfast.rendezvous.membership import keys
-from holdfast.rendezvous.membership.model import Admit, Settings
+from holdfast.rendezvous.membership.model import Admit, AgentStore, Settings
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.settings import EtcdAccess, NodeSettings, TlsFiles, parse_rendezvous_config
@@ -66,6 +66,7 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("close_linger", 1, {"close_linger_s": 1.0}),
     ("close_timeout", "1", {"close_linger_s": 1.0}),
     ("admit", "on-restart", {"admit": Admit.ON_RESTART}),
+    ("agent_store", "off", {"agent_store": AgentStore.OFF}),
     ("admit_delay", "0", {"admit_delay_s": 0.0}),
     ("on_isolation", "continue", {"on_isolation": "continue"}),
     ("is_host", "true", {"is_host": True}),

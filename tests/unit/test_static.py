@@ -209,7 +209,7 @@ def test_unknown_settings_are_refused(create: Any) -> None:
 @either
 def test_every_setting_of_another_backend_is_known(create: Any) -> None:
     """Whatever its value, because it has no effect. People keep settings in scripts."""
-    names = settings.names_of(settings.TABLE) - {"rank", "timeout", "coordinator_port"}
+    names = settings.names_of(settings.TABLE) - {"rank", "timeout", "coordinator_port", "agent_store"}
     assert create(**dict.fromkeys(names, "x")) is not None
     of_torchrun = {"close_timeout", "heartbeat_timeout", "store_type", "read_timeout", "ssl_cert", "cacert", "protocol"}
     assert of_torchrun < names

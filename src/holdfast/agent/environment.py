@@ -26,6 +26,7 @@ def worker_environments(
     restart_count: int,
     max_restarts: int,
     use_agent_store: bool = False,
+    free_port: int = 0,
     timer_path: str | None = None,
 ) -> dict[int, dict[str, str]]:
     """The environment delta of each worker of the group, by local rank. `timer_path` is None if there is no file timer
@@ -48,6 +49,8 @@ def worker_environments(
         "HOLDFAST_ROUND": str(round),
         _NCCL_ERROR_HANDLING: "1",
     }
+    if free_port:
+        common["HOLDFAST_FREE_PORT"] = str(free_port)
     if timer_path:
         common[TORCHELASTIC_TIMER_FILE] = timer_path
     # Workers would inherit these anyway; they are repeated for agents that start workers elsewhere.

@@ -68,6 +68,8 @@ class LocalWorkers(Workers):
     """`spec` says what to start, `group` has the places of the workers. `record` is `Records.record`. A worker
     that stays in uninterruptible sleep for `stuck_timeout_s` makes the group unhealthy; 0 means no limit."""
 
+    serves_store = True
+
     def __init__(
         self, spec: GroupSpec, group: WorkerGroup, grace_s: float, stuck_timeout_s: float, record: Callable[..., None]
     ) -> None:
@@ -167,7 +169,8 @@ class LocalWorkers(Workers):
             restart_count=self._place.restarts_used,
             max_restarts=group.spec.policy.max_restarts,
             # A handler that was written for another launcher may not know the question.
-            use_agent_store=getattr(group.spec.rdzv_handler, "use_agent_store", False),
+            use_agent_store=self._place.has_store or getattr(group.spec.rdzv_handler, "use_agent_store", False),
+            free_port=self._place.free_port,
             timer_path=self._start_timer_server(),
         )
         self._prepare_watches(envs)
@@ -179,7 +182,8 @@ class LocalWorkers(Workers):
 
             self._shm_before = shared_memory.present()
         seen = {"watch": self._hangs.output if self._hangs is not None else None, "copied": self.copied}
-        self.context = new_group(self._spec, args, envs, prefixes, link=link, lease=lease, **seen)
+        store_fd = self._run.listen_at_master() if self._place.serves_store and self._run is not None else None
+        self.context = new_group(self._spec, args, envs, prefixes, link=link, lease=lease, store_fd=store_fd, **seen)
         self.context.begin_start()
         log.prepare()  # While they start: the line about the start should come before their first output.
 

@@ -96,7 +96,8 @@ class AgentLoop:
         spec, run = self._group.spec, self._run
         script = script_path(spec.entrypoint, spec.args)
         margin_s = stop_margin_s(watches=spec.hang_policy is not None)
-        run.introduce(spec.role, spec.local_world_size, spec.policy, self._grace_s, script, margin_s)
+        serves_store = self._workers.serves_store
+        run.introduce(spec.role, spec.local_world_size, spec.policy, self._grace_s, script, margin_s, serves_store)
         pending: deque[lifecycle.Event | AgentPush] = deque([lifecycle.RunRequested()])
         while self._machine.end is None:
             if pending:

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 class Workers:
     """The interface; as it stands, a group without workers. Of processes of this host more is known than of others:
     `context` is the last life of the group, `progress` what they have told of it, sampled last at `sampled_at`,
-    `copied` how much they have written."""
+    `copied` how much they have written. `serves_store`: the workers of rank 0 come with torch's store."""
 
     context: PContext | None = None
     progress: GroupProgress | None = None
     sampled_at = 0.0
+    serves_store = False
     copied: Mapping[str, Copied] = {}
 
     def prepare(self, run: Coordination) -> None:

@@ -206,6 +206,7 @@ def rendezvous_settings(args: RunArguments) -> dict[str, Any]:
         "lease": args.lease,
         "admit": args.admit,
         "admit_delay": args.admit_delay,
+        "agent_store": args.agent_store,
         "on_isolation": args.on_isolation,
         "token_file": args.token_file,
         "require_token": args.require_token or None,

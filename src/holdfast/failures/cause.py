@@ -111,6 +111,12 @@ def _points_elsewhere(text: str) -> bool:
     return bool(is_of_kind or re.search(_CONSEQUENCE_PHRASE, text, re.IGNORECASE))
 
 
+def is_port_taken(failure: Failure) -> bool:
+    """Whether the worker wanted to listen at a port on which another process listens."""
+    texts = (failure.words, failure.evidence.message[:SEARCHED_CHARS], failure.evidence.stderr_tail[-SEARCHED_CHARS:])
+    return any(re.search("EADDRINUSE|address already in use", text, re.IGNORECASE) for text in texts)
+
+
 def kind_of(exitcode: int, evidence: Evidence) -> str:
     """The kind of death, in words for people and for `report.json`."""
     if evidence.refusal:

@@ -84,11 +84,11 @@ class Coordination(abc.ABC):
     @abc.abstractmethod
     def introduce(
         self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = "",
-        stop_margin_s: float = 15.0,
+        stop_margin_s: float = 15.0, serves_store: bool = False,
     ) -> None:  # fmt: skip
         """Say what this node brings; before the first round. `grace_s` is how long its workers may take to stop,
         `stop_margin_s` how much longer the agent may need, `script` the path of the file that they run, if they run
-        one."""
+        one. `serves_store`: this agent serves torch's store in rounds in which it has rank 0 (`Place.has_store`)."""
 
     @abc.abstractmethod
     def join(self, failure: Failure | None = None) -> None:
@@ -98,6 +98,11 @@ class Coordination(abc.ABC):
     @abc.abstractmethod
     def found(self, sealed: Sealed) -> RendezvousInfo:
         """The store of the round that was sealed, and where its workers meet."""
+
+    def listen_at_master(self) -> int:
+        """The descriptor of a socket that listens at the master port of the round, on the node of rank 0. Raises
+        OSError."""
+        raise HostError("this node does not hold the master port")
 
     @abc.abstractmethod
     def report_failure(self, round: int, failure: Failure) -> None:

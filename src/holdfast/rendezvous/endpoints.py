@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _HOST = re.compile(r"[\w.:-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
 _REMEMBERED_PORTS = 64
+_BACKLOG = 4096  # All ranks may connect at the same moment.
 
 
 def try_parse_port(text: str) -> int | None:
@@ -125,12 +126,9 @@ class HeldPort:
     refuses if another process has the port at one of them, for an outgoing connection for example."""
 
     def __init__(self) -> None:
+        self.number = 0  # Of the port that is held, or was last.
         self._held: list[_socket.socket] = []  # At the node's address, and at all others.
         self._recent: deque[int] = deque(maxlen=_REMEMBERED_PORTS)
-
-    @property
-    def number(self) -> int:
-        return int(self._held[0].getsockname()[1])
 
     def renew(self, host: str) -> None:
         passed_over: list[_socket.socket] = []
@@ -151,7 +149,14 @@ class HeldPort:
                 each.close()
         self.release()
         self._held = [fresh, *(everywhere or [])]
+        self.number = int(fresh.getsockname()[1])
         self._recent.append(self.number)
+
+    def listen(self) -> int:
+        """The descriptor of a socket that listens at the node's address, for another process to accept at. At all other
+        addresses the port stays held. Raises OSError."""
+        self._held[0].listen(_BACKLOG)
+        return int(self._held.pop(0).detach())
 
     def release(self) -> None:
         while self._held:

@@ -75,7 +75,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._script = ""
         self._other_scripts: set[str] = set()  # Digests that a warning was about.
         self._error: Exception | None = None
-        self._held = endpoints.HeldPort()
+        self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
         self._held_at = ""
         self._last_round = 0
         self._leaving_at: float | None = None
@@ -123,7 +123,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             self.leaving()
         self.left()
         self._client = None
-        self._held.release()
+        for each in (self._held, self._held_free):
+            each.release()
         self._fail(api.RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down"))
         return True
 
@@ -138,14 +139,14 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def introduce(
         self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = "",
-        stop_margin_s: float = 15.0,
+        stop_margin_s: float = 15.0, serves_store: bool = False,
     ) -> None:  # fmt: skip
         if len(role) > protocol.MAX_ROLE:
             raise UserError(f"a role has at most {protocol.MAX_ROLE} characters, not {len(role)}")
         self._policy, self._script = policy, script
         grace_s, stop_margin_s = min(grace_s, _LONGEST_GRACE_S), min(stop_margin_s, _LONGEST_MARGIN_S)
         own = replace(self._facts, role=role, local_world_size=local_world_size)
-        self._facts = replace(own, grace_s=grace_s, stop_margin_s=stop_margin_s)
+        self._facts = replace(own, grace_s=grace_s, stop_margin_s=stop_margin_s, serves_store=serves_store)
 
     def join(self, failure: Failure | None = None) -> None:
         """The first time in a thread: names are looked up, and a coordinator may have to be started."""
@@ -185,15 +186,19 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def _ask(self, client: Client, failure: Failure | None = None) -> None:
         """With a fresh master port for every round, bound and held, so that no round meets what another has left."""
+        ports = (self._held, self._held_free)
         try:
-            self._held.renew(self._held_at)
+            for each in ports:
+                each.renew(self._held_at)
         except HostError as error:
             if not self._options.local_addr:
                 self._fail(error)
                 return
             # The user says that others reach this node there, which may be so although no interface has the address.
-            self._held.renew("")
-        asked = node.JoinRequested(self._held.number, failure and protocol.clipped(failure), self.advance)
+            for each in ports:
+                each.renew("")
+        said = (failure and protocol.clipped(failure), self.advance)
+        asked = node.JoinRequested(self._held.number, *said, self._held_free.number)
         if not client.post(asked) and self._error is not None:
             self._fail(self._error)
 
@@ -203,6 +208,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         store = RemoteStore(self._client, timedelta(seconds=self._options.read_timeout_s), f"round/{place.round}/")
         master = self._master or api.RendezvousStoreInfo(place.master_address, place.master_port)
         return api.RendezvousInfo(store, place.rank, place.node_count, master)
+
+    def listen_at_master(self) -> int:
+        return self._held.listen()
 
     def report_failure(self, round: int, failure: Failure) -> None:
         self._post(protocol.Failed(round, protocol.clipped(failure)))
@@ -400,7 +408,8 @@ def create_handler_at(
 ) -> CoordinatorHandler:
     """With a `master` the user has fixed the number of nodes, too."""
     options, where = settings.read(params), endpoints.endpoint_text(host, port)
-    options = replace(options, min_nodes=options.max_nodes if master else options.min_nodes)
+    if master:  # Nothing of holdfast's listens at a port that the user has named.
+        options = replace(options, min_nodes=options.max_nodes, agent_store=model.AgentStore.OFF)
     return CoordinatorHandler(
         params, options, where, lambda _: FixedEndpoint(host, port, params.run_id, options), [(host, port)], master
     )

@@ -21,7 +21,7 @@ from holdfast.errors import UserError
 from holdfast.log import Logger
 from holdfast.rendezvous import api, endpoints
 from holdfast.rendezvous.membership import keys
-from holdfast.rendezvous.membership.model import Admit, Settings, is_loopback
+from holdfast.rendezvous.membership.model import Admit, AgentStore, Settings, is_loopback
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
@@ -145,6 +145,8 @@ TABLE: tuple[Setting, ...] = (
     Setting("admit", _one_of(*Admit), Admit.NOW, "When a newcomer is admitted."),
     Setting("admit_delay", SECONDS_OR_0, 5.0, "With `admit=now`: how long the first newcomer waits for others before "
             "the round is stopped for all of them."),
+    Setting("agent_store", _one_of(*AgentStore), AgentStore.AUTO, "Whether torch's store is served at the master port "
+            "by holdfast: `auto`, unless the program listens there itself; `on`; `off`. Static nodes have none."),
     Setting("on_isolation", _one_of("stop", "continue"), "stop", "What a node does that cannot reach the coordinator."),
     Setting("is_host", FLAG, None, "`true`: this node must start the coordinator. `false`: it never starts one.",
             "tcp static", "by address"),
@@ -290,12 +292,13 @@ def given_of(backend: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_alone(backend: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a node that meets no other: `rank`, `coordinator_port`, and `join_timeout` under its name `timeout`.
+    """The same for a node that meets no other: `rank`, `coordinator_port`, `agent_store`, and `join_timeout` under its
+    name `timeout`.
     Other settings are no mistake, because people keep them in scripts, but a warning says that they have no effect."""
     if unknown := sorted(config.keys() - names_of(TABLE)):
         listed = ", ".join(map(repr, unknown))
         raise UserError(f"unknown rendezvous setting {listed}; backend {backend!r} has no such thing")
-    used = {name: config[name] for name in ("rank", "timeout", "coordinator_port") if name in config}
+    used = {name: config[name] for name in ("rank", "timeout", "coordinator_port", "agent_store") if name in config}
     if others := sorted(config.keys() - used.keys()):
         logger.warning("backend %r makes no use of setting %s", backend, ", ".join(map(repr, others)))
     return given_of(backend, used)

@@ -12,13 +12,15 @@ import threading
 import time
 
 from holdfast.failures.records import Failure
+from holdfast.frozen import changed
 from holdfast.log import Logger
 from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousInfo
 from holdfast.rendezvous.coordination import AgentPush, Coordination, JoinFailed
 from holdfast.rendezvous.membership import model, restart_policy
-from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, Sealed, Stop
+from holdfast.rendezvous.membership.model import AgentStore, End, Ended, Outcome, Place, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Budget, RestartPolicy
+from holdfast.rendezvous.static import StandaloneRendezvous
 
 logger = Logger(__name__)
 
@@ -34,6 +36,9 @@ class SoloCoordination(Coordination):
         self._has_fixed_world = getattr(handler, "has_fixed_world", False)
         self._monitor_interval_s = monitor_interval_s
         self._policy = RestartPolicy()
+        # Of handlers, only that of a run on one machine holds the master port.
+        self._agent_store = getattr(handler, "agent_store", AgentStore.OFF)
+        self._serves_store = False
         self._round = 0
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()  # No answer about the present round is wanted any more.
@@ -44,9 +49,10 @@ class SoloCoordination(Coordination):
 
     def introduce(
         self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = "",
-        stop_margin_s: float = 15.0,
+        stop_margin_s: float = 15.0, serves_store: bool = False,
     ) -> None:  # fmt: skip
         self._policy = policy
+        self._serves_store = serves_store and self._agent_store is not AgentStore.OFF
 
     def join(self, failure: Failure | None = None) -> None:
         if self.outcome is not None:
@@ -86,7 +92,9 @@ class SoloCoordination(Coordination):
             self._found = found = self._handler.next_rendezvous()
             self._round += 1
             # No shapes: the nodes know nothing of each other.
-            place = Place(0, self._round, found.rank, found.world_size, restarts_used=self._budget.used)
+            port, has_store = getattr(self._handler, "free_port", 0), self._serves_store
+            world = (0, self._round, found.rank, found.world_size)
+            place = Place(*world, restarts_used=self._budget.used, free_port=port, has_store=has_store)
             return self._mailbox.put(Sealed("", place))
         except BaseException as error:
             self._mailbox.put(JoinFailed(error))
@@ -96,18 +104,24 @@ class SoloCoordination(Coordination):
         assert self._found is not None
         return self._found
 
+    def listen_at_master(self) -> int:
+        assert isinstance(self._handler, StandaloneRendezvous)
+        return self._handler.listen_at_master()
+
     def report_failure(self, round: int, failure: Failure) -> None:
         self.close()
         now = time.monotonic()
         self._budget.note(self.advance)
-        decision = restart_policy.decide(self._policy, self._budget, failure, now)
+        may_drop_store = self._serves_store and self._agent_store is AgentStore.AUTO
+        decision = restart_policy.decide(self._policy, self._budget, failure, now, may_drop_store=may_drop_store)
         if isinstance(decision, restart_policy.GiveUp):
             self.outcome = Outcome(End.FAILED, decision.reason, failure, (), self._earlier, decision.is_final)
             self.verdict = f"no restart: {decision.reason}"
             return
         self._delay_s = decision.delay_s
         self._budget.end_round()
-        what = "a restart that is not counted"
+        self._serves_store &= not decision.drops_store
+        what = restart_policy.announcement(changed(decision, delay_s=0.0))
         if decision.is_charged:
             self._budget.charge(now)
             what = f"restart {self._budget.used} of {self._policy.max_restarts}"

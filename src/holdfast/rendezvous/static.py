@@ -18,6 +18,7 @@ from typing import Any
 from holdfast.errors import UserError
 from holdfast.rendezvous import api, endpoints
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousInfo, RendezvousParameters, RendezvousStoreInfo
+from holdfast.rendezvous.membership.model import AgentStore
 from holdfast.rendezvous.store import InProcessStore
 
 _TIMEOUT_S = 600
@@ -39,7 +40,7 @@ class StaticTCPRendezvous(api.RendezvousHandler):
         self._rank, self._world_size = rank, world_size
         self._timeout = timedelta(seconds=timeout_s)
         self._lock = threading.Lock()
-        self._held = endpoints.HeldPort()
+        self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
         self._is_closed = False
         self._round = 0
 
@@ -60,7 +61,8 @@ class StaticTCPRendezvous(api.RendezvousHandler):
                 raise api.RendezvousClosedError(f"{what} is closed after round {self._round}")
             master = self._master
             if not master.master_port:
-                self._held.renew(master.master_addr)
+                for each in (self._held, self._held_free):
+                    each.renew(master.master_addr)
                 master = RendezvousStoreInfo(master.master_addr, self._held.number)
             self._round += 1
             return RendezvousInfo(InProcessStore(self._timeout), self._rank, self._world_size, master)
@@ -77,17 +79,27 @@ class StaticTCPRendezvous(api.RendezvousHandler):
 
     def shutdown(self) -> bool:
         self.set_closed()
-        self._held.release()
+        for each in (self._held, self._held_free):
+            each.release()
         return True
 
 
 class StandaloneRendezvous(StaticTCPRendezvous):
-    """One node on its own."""
+    """One node on its own. `agent_store` says whether its agent serves torch's store at the master port."""
 
     backend = "standalone"
 
-    def __init__(self, run_id: str, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, run_id: str, timeout_s: float = _TIMEOUT_S, agent_store: AgentStore = AgentStore.AUTO) -> None:
         super().__init__("127.0.0.1", 0, 0, 1, run_id, timeout_s)
+        self.agent_store = agent_store
+
+    @property
+    def free_port(self) -> int:
+        """Of the present round."""
+        return self._held_free.number
+
+    def listen_at_master(self) -> int:
+        return self._held.listen()
 
 
 def create_standalone_handler(params: RendezvousParameters) -> StandaloneRendezvous:
@@ -96,7 +108,7 @@ def create_standalone_handler(params: RendezvousParameters) -> StandaloneRendezv
     if params.max_nodes != 1:
         raise UserError(f"backend 'standalone' is for one node, not for max_nodes {params.max_nodes}")
     _check_rank(params, given.get("rank", 0))
-    return StandaloneRendezvous(params.run_id, given["join_timeout"])
+    return StandaloneRendezvous(params.run_id, given["join_timeout"], given.get("agent_store", AgentStore.AUTO))
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> api.RendezvousHandler:

@@ -340,6 +340,9 @@ class RunArguments:
     admit_delay = optional("--admit-delay TIME", NODES, duration_s, in_full=True, help=
         "With --admit now: how long a node that arrives waits for more nodes, if there is room for them, so that the "
         "workers are stopped once for all (5s if left out).")
+    agent_store = optional("--agent-store WHEN", NODES, str, choices=("auto", "on", "off"), in_full=True, help=
+        "Whether holdfast serves the store at MASTER_PORT where torch's ranks meet, so that it outlives rank 0 and is "
+        "fresh in every round: auto, unless the program turns out to listen there itself; on; off (auto if left out).")
     on_isolation = optional("--on-isolation WHAT", NODES, str, choices=("stop", "continue"), help=
         "What a node that cannot reach the coordinator does: stop, its workers are killed before its place is given "
         "away; continue, they run on, at the risk that two worlds run at once (stop if left out).")

@@ -175,6 +175,10 @@ class SpawnerLink:
             orders = [(id_, order, changes, tuple(fds)) for id_, order, changes, fds in starts]
             self._channel.send(("start", orders), tuple(fd for *_, fds in starts for fd in fds.values()))
 
+    def serve_store(self, listener_fd: int) -> None:
+        """Torch's store of the next round, at a listening socket, which becomes the link's to close."""
+        self._channel.send(("store",), (listener_fd,))
+
     def kill_all(self) -> None:
         self._channel.send(("kill",))
 
@@ -190,6 +194,9 @@ class SpawnerLink:
                 self._hear_of_template(report)
                 continue
             match report:
+                case ("store", line):
+                    logger.warning("%s", line)
+                    continue
                 case ("started", _, pid):
                     self._sessions.add(pid)
                     report = (*report, fds[0] if fds else None)

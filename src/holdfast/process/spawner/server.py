@@ -9,6 +9,8 @@ the agent says:
                                                          that says until when workers may live
     start([(id, (kind, argv, cpus), changes to the environment, names of the descriptors)...])
     preload(command line, modules, path, seconds)        have a template ready to fork workers from (see `template`)
+    store()                                              with a listening socket: the first client of torch's store that
+                                                         connects has a process forked that serves it there
     kill()                                               end every tree, say `swept` when it is done
     goodbye()                                            end every tree and yourself
 
@@ -21,6 +23,7 @@ and reports:
     warm(pid, seconds, whether it was warm before)       the template is ready
     stale(reason)                                        the template was given up; it is replaced if it is waited for
     cold(reason)                                         there is no template; workers start without one
+    store(line)                                          what the process of the store has to say
 
 The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the
 error for which it does not run. The loop polls that pipe with everything else, so an exec that hangs (on a dead mount)
@@ -92,6 +95,18 @@ class _Worker:
         self.id, self.pid, self.mark, self.report_fd, self.cold = id_, pid, mark, report_fd, cold
 
 
+class _Store:
+    """Torch's store of one round. Until its first client connects there is no process: many programs need none."""
+
+    __slots__ = ("lines_fd", "listener_fd", "pid")
+
+    def __init__(self, listener_fd: int) -> None:
+        self.listener_fd, self.lines_fd, self.pid = listener_fd, -1, 0
+
+    def fds(self) -> list[int]:
+        return [fd for fd in (self.listener_fd, self.lines_fd) if fd >= 0]
+
+
 class Spawner:
     """The process's one loop. `calls` are the functions that a fork of the caller's process holds, `handlers` those of
     its signals."""
@@ -109,6 +124,7 @@ class Spawner:
         self._unburied: list[_Worker] = []
         self._template: Template | None = None
         self._forking: list[_Worker] = []  # Ordered from the template, their pids not known yet.
+        self._store: _Store | None = None
         self._reaped = 0
         self._sweep_deadline: float | None = None
         self._environment: dict[bytes, bytes] = {}
@@ -140,6 +156,7 @@ class Spawner:
                 break
             if self._wake_read in ready:
                 os.read(self._wake_read, 1 << 16)
+            self._hear_store(ready)
             self._channel.flush()
             for worker in self._starting():
                 self._hear_start(worker)
@@ -189,7 +206,12 @@ class Spawner:
                 self._start(id_, order, changes, dict(zip(names, fds, strict=False)))
             case ("preload", *wanted):
                 self._preload(tuple(wanted), *fds)
+            case ("store",):
+                self._drop_store()
+                self._store = _Store(*fds)
+                self._poller.register(self._store.listener_fd, select.POLLIN)
             case ("kill",):
+                self._drop_store()
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
                 self._go_on_sweeping()
             case ("goodbye",):
@@ -321,6 +343,62 @@ class Spawner:
         else:
             self._drop_template()
 
+    # The store.
+
+    def _hear_store(self, ready: list[int]) -> None:
+        store = self._store
+        if store is None:
+            return
+        if store.listener_fd in ready:
+            self._fork_store(store)
+        if store.lines_fd in ready:
+            lines = os.read(store.lines_fd, 1 << 14).decode(errors="replace").splitlines()
+            for line in lines:
+                self._channel.send(("store", line))
+            if not lines:
+                self._drop_store()
+
+    def _fork_store(self, store: _Store) -> None:
+        self._poller.unregister(store.listener_fd)
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            store.pid = os.fork()
+        except OSError as error:
+            os.close(read_fd)
+            self._channel.send(("store", f"the process of torch's store cannot be started: {error.strerror}"))
+        else:
+            if store.pid == 0:
+                self._serve_store(store.listener_fd, write_fd)
+            store.lines_fd = read_fd
+            self._poller.register(read_fd, select.POLLIN)
+        for fd in (write_fd, store.listener_fd):
+            os.close(fd)
+        store.listener_fd = -1
+
+    def _serve_store(self, listener_fd: int, lines_fd: int) -> NoReturn:
+        """In the process of the store. It ignores what the spawner ignores, and ends with it."""
+        try:
+            self._leave_home([])
+            signal.set_wakeup_fd(-1)
+            for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent):
+                os.close(fd)
+            from holdfast.process import torch_store
+
+            torch_store.serve(listener_fd, lines_fd)
+        except BaseException as error:
+            os.write(lines_fd, f"torch's store has failed: {type(error).__name__}: {error}\n".encode())
+        os._exit(1)
+
+    def _drop_store(self) -> None:
+        store, self._store = self._store, None
+        if store is None:
+            return
+        if store.pid:
+            procfs.kill(store.pid)
+        for fd in store.fds():
+            self._poller.unregister(fd)
+            os.close(fd)
+
     # In the worker.
 
     def _run_worker(
@@ -379,7 +457,8 @@ class Spawner:
         os.environb.update(environment)
         others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]
         reports = [worker.report_fd for worker in self._starting()]
-        for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent, *reports, *others):
+        store = self._store.fds() if self._store is not None else []
+        for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent, *store, *reports, *others):
             os.close(fd)
         peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
         call = self._calls[id_]

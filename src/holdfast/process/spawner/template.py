@@ -335,11 +335,14 @@ def make_random() -> None:
 
 
 def let_rank_zero_listen() -> None:
-    """Ranks of torch meet at MASTER_PORT, where rank 0 listens. One that comes before it is refused, and tries again
-    after a quarter to three quarters of a second. Workers with torch imported are all there within milliseconds, so
-    every second start would wait for that. Those on the node of rank 0 let it come first; not for long, as the program
-    may have other things to do. The kernel reports no event for this, and a connection would be taken for a rank's."""
+    """Ranks of torch meet at MASTER_PORT. Without a store of holdfast's there, rank 0 listens. A rank that comes before
+    it is refused, and tries again after a quarter to three quarters of a second. Workers with torch imported are all
+    there within milliseconds, so every second start would wait for that. Those on the node of rank 0 let it come first;
+    not for long, as the program may have other things to do. The kernel reports no event for this, and a connection
+    would be taken for a rank's."""
     rank, node, port = map(os.environ.get, ("RANK", "GROUP_RANK", "MASTER_PORT"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
     if "torch.distributed" not in sys.modules or node != "0" or rank == "0" or not (port or "").isdecimal():
         return
     deadline = time.monotonic() + RANK_ZERO_PATIENCE_S

@@ -97,7 +97,8 @@ class PContext(abc.ABC):
     then; a caller that has none gives what users of torchelastic know.
 
     A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner kills
-    the processes. A `watch` notes when they write something, and `copied` counts what passes the pump.
+    the processes. A `watch` notes when they write something, and `copied` counts what passes the pump. At the listening
+    socket `store_fd` the spawner serves torch's store while they live.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class PContext(abc.ABC):
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
         copied: Mapping[str, Copied] | None = None,
+        store_fd: int | None = None,
     ) -> None:
         if spec is None:
             filters = (duplicate_stdout_filters, duplicate_stderr_filters)
@@ -146,6 +148,7 @@ class PContext(abc.ABC):
         self._link = link
         self._owns_link = link is None
         self._lease = lease
+        self._store_fd = store_fd
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
         self._kills_before: oom.MemoryKills | None = None
@@ -181,6 +184,8 @@ class PContext(abc.ABC):
                     self._link.preload(self._template, command.bytecode())
             allow_descriptors_for(self.nprocs)
             self._link.prepare(self._lease)
+            if self._store_fd is not None:
+                self._link.serve_store(self._store_fd)
             self._outlets.start()
             self._order_more()
 

@@ -77,6 +77,15 @@ class Admit(StrEnum):
     ON_RESTART = "on-restart"
 
 
+class AgentStore(StrEnum):
+    """Whether torch's store of a round is a process of holdfast's at the master port. AUTO: unless the program turns
+    out to listen there itself."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 # Settings that are no options of their own (the user writes `heartbeat=1`), and options that begin with `--restart-`.
 _WITHOUT_OPTION = {"heartbeat_s", "drop_timeout_s", "close_linger_s", "leader_lease_s", "backoff_cap_s"}
 _OF_RESTARTS = {"window_s", "backoff_s"}
@@ -98,6 +107,7 @@ class Settings:
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     leader_lease_s: wire.UpToAnHour = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
     admit_delay_s: wire.Seconds = 5.0  # How long a newcomer waits for others before the round is stopped for them.
+    agent_store: AgentStore = AgentStore.AUTO
 
     def difference(self, other: Settings) -> str:
         """The first difference between a node's settings and these of the run, as the user typed them; or nothing."""
@@ -166,8 +176,9 @@ PHASE_CHANGES: tuple[tuple[Phase, str, Phase], ...] = (
 @frozen
 class NodeFacts:
     """What a node brings when it joins. `node_id` stays the same while the agent lives, `incarnation` rises each time
-    the node lost its place and comes back as a stranger. The agent holds `port` at `address`, bound: the master port of
-    the round if the node gets rank 0, a new one for each join. `grace_s` is how long its workers may take to stop,
+    the node lost its place and comes back as a stranger. The agent holds two ports at `address`, bound, new ones for
+    each join: `port` is the master port of the round if the node gets rank 0, `free_port` is for programs that need
+    another one. `serves_store`: the agent can serve torch's store. `grace_s` is how long its workers may take to stop,
     `stop_margin_s` how much longer their agent may need. `script` is a digest of the file that they run, as it was when
     the agent started; empty if there is none. `host` is the machine: a host that is lost repeatedly has to wait."""
 
@@ -182,6 +193,8 @@ class NodeFacts:
     script: wire.Digest = ""
     stop_margin_s: wire.UpToAMinute = 15.0
     host: wire.Name = ""
+    free_port: wire.Port = 0
+    serves_store: bool = False
 
     @property
     def key(self) -> str:
@@ -201,7 +214,8 @@ class NodeFacts:
 class Place:
     """A world as one of its members needs to know it: enough to compute every rank. `shapes` are the different pairs of
     role and local world size, `pattern` says which member has which: two bytes a member, compressed; empty if all
-    members are alike. Without shapes the nodes know nothing of each other. `script` is that of the member of rank 0."""
+    members are alike. Without shapes the nodes know nothing of each other. `script` and `free_port` are those of the
+    member of rank 0. `has_store`: that member serves torch's store at the master port."""
 
     term: wire.Count
     round: wire.RoundNumber
@@ -213,6 +227,13 @@ class Place:
     master_port: wire.Port = 0
     restarts_used: wire.Count = 0
     script: wire.Digest = ""
+    free_port: wire.Port = 0
+    has_store: bool = False
+
+    @property
+    def serves_store(self) -> bool:
+        """Whether it is this member that serves torch's store."""
+        return self.has_store and self.rank == 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -262,7 +283,9 @@ class World:
         self.ranks = {member.key: rank for rank, member in self.members.items()}
 
     @classmethod
-    def of(cls, term: int, round: int, members: Sequence[NodeFacts], restarts_used: int = 0) -> World:
+    def of(
+        cls, term: int, round: int, members: Sequence[NodeFacts], restarts_used: int = 0, *, has_store: bool = False
+    ) -> World:
         """A new world of these members, in rank order."""
         shapes, pattern = tuple(dict.fromkeys(member.shape for member in members)), b""
         if len(shapes) > 1:
@@ -271,7 +294,7 @@ class World:
             numbers = {shape: number.to_bytes(2, "big") for number, shape in enumerate(shapes)}
             pattern = zlib.compress(b"".join(numbers[member.shape] for member in members))
         first = members[0]
-        known = (shapes, pattern, first.address, first.port, restarts_used, first.script)
+        known = (shapes, pattern, first.address, first.port, restarts_used, first.script, first.free_port, has_store)
         return cls(Place(term, round, 0, len(members), *known), members)
 
     @property
@@ -303,7 +326,8 @@ class World:
     def place_of(self, key: str) -> Place:
         known = self.template  # Thousands of nodes may be told their places at once, so this is not `replace`.
         world = (known.node_count, known.shapes, known.pattern, known.master_address, known.master_port)
-        return Place(known.term, known.round, self.ranks[key], *world, known.restarts_used, known.script)
+        more = (known.restarts_used, known.script, known.free_port, known.has_store)
+        return Place(known.term, known.round, self.ranks[key], *world, *more)
 
 
 @frozen
@@ -318,7 +342,7 @@ class Memory:
     secrets, in their order.
     `earlier` is for the outcome. `best_step` and `fruitless` are those of the budget (`restart_policy`), and
     `loss_ages_s` and `host_loss_ages_s` say how long ago restarts followed losses, and hosts were lost (`losses`).
-    `backoff_left_s`: no round begins for so long.
+    `backoff_left_s`: no round begins for so long. `is_without_store`: the program listens at the master port itself.
     """
 
     term: wire.Count = 0
@@ -337,6 +361,7 @@ class Memory:
     loss_ages_s: wire.Ages = ()
     host_loss_ages_s: wire.HostAges = ()
     backoff_left_s: wire.UpToADay = 0.0
+    is_without_store: bool = False
 
 
 @frozen

@@ -61,12 +61,13 @@ _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 
 @frozen
 class JoinRequested:
-    """The node has no workers and wants a place in the next round. The agent holds `port`, a new one each time.
+    """The node has no workers and wants a place in the next round. The agent holds both ports, new ones each time.
     `failure` is the one that was reported in the last round, with its evidence; `advance` is of that round, too."""
 
     port: int
     failure: Failure | None = None
     advance: Advance | None = None
+    free_port: int = 0
 
 
 @frozen
@@ -124,11 +125,11 @@ class Participant:
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
-            case JoinRequested(port, failure, advance):
+            case JoinRequested(port, failure, advance, free_port):
                 self._advance = advance
                 if failure is not None and self._failure is not None:
                     self._failure = Failed(self._failure.round, failure)
-                return self._join(port, now)
+                return self._join(port, free_port, now)
             case Failed(round) | Succeeded(round) if not self._is_in(round):
                 return []
             case Failed():
@@ -165,12 +166,12 @@ class Participant:
 
     # What the agent does.
 
-    def _join(self, port: int, now: float) -> list[Command]:
+    def _join(self, port: int, free_port: int, now: float) -> list[Command]:
         if self._end is not None:
             return [self._end]
         commands = self._step_lease(node_lease.PlaceGivenUp(), now)
         self._stand(Standing.WAITING)
-        self.facts = replace(self.facts, port=port)
+        self.facts = replace(self.facts, port=port, free_port=free_port)
         self.place, self._stage, self._asked_at = None, Stage.RUNNING, now
         return commands + self._say(self._join_message())
 
@@ -246,7 +247,7 @@ class Participant:
         match self.standing:
             case Standing.WAITING:
                 self._become_stranger()
-                return self._join(self.facts.port, now)
+                return self._join(self.facts.port, self.facts.free_port, now)
             case Standing.MEMBER:
                 assert self.place is not None
                 lost = PlaceLost(self.place.round, reason)

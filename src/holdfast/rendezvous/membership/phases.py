@@ -43,11 +43,23 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.failures.records import HANG, Failure
+from holdfast.frozen import changed
 from holdfast.rendezvous.membership import model, protocol, restart_policy
 from holdfast.rendezvous.membership.finished import FinishedRun, Linger, finished_in
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.losses import Losses
-from holdfast.rendezvous.membership.model import End, Memory, NodeFacts, Notice, Outcome, Phase, Place, Stage, World
+from holdfast.rendezvous.membership.model import (
+    AgentStore,
+    End,
+    Memory,
+    NodeFacts,
+    Notice,
+    Outcome,
+    Phase,
+    Place,
+    Stage,
+    World,
+)
 from holdfast.rendezvous.membership.nodes import Node, NodeTable, rejection_of
 from holdfast.rendezvous.membership.protocol import Command, Event, Expel, From, Join, Remember, Return, Tell
 from holdfast.rendezvous.membership.round import Past, Round
@@ -85,6 +97,7 @@ class Membership:
         # `restarts_used` at the last seal. If the last round was judged, one restart may have been charged since.
         self.restarts_at_seal = max(0, past.restarts_used - past.is_round_over)
         self._losses = Losses(now, past)  # Restarts after lost nodes, and losses of each host.
+        self._is_without_store = past.is_without_store  # The program listens at the master port itself.
         self._has_lost_nodes = False  # Since this coordinator began: they may come back, even when the run has ended.
         self._linger = Linger()  # While ENDED: who has yet to hear of it.
         self.refusals: deque[tuple[float, str, str]] = deque(maxlen=_REFUSALS_KEPT)  # When, which node, why.
@@ -471,16 +484,17 @@ class Membership:
             self._losses.forgive(self.round, self.nodes, now)
         if round.departed:
             self._past.note_end(self.round, round.gone, self.restarts_used, has_departed=True)
-        cause, decision = round.judge(self._agreed.policy, self._budget, self._losses, now)
+        cause, decision = round.judge(self._agreed, self._budget, self._losses, now)
         if isinstance(decision, restart_policy.GiveUp):
             said = (round.failures_besides(cause), self._past.earlier, decision.is_final)
             return self._end(Outcome(End.FAILED, decision.reason, cause, *said))
         if decision is not None:
             self._formation.not_before = now + decision.delay_s
             self._budget.go_on(decision, now)
+            self._is_without_store |= decision.drops_store
         if cause is not None:
             self._past.note_end(self.round, cause.text, self.restarts_used)
-        must_write = decision is not None and (decision.is_charged or decision.delay_s > 0)
+        must_write = decision is not None and (decision.is_charged or decision.delay_s > 0 or decision.drops_store)
         told = [Tell(self.nodes.open_keys(), Notice(text))] if (text := round.verdict(decision)) else []
         self._round = None
         self._enter(Phase.FORMING)
@@ -513,7 +527,9 @@ class Membership:
 
     def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
         members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
-        world = World.of(self.term, self.round + 1, members, self.restarts_used)
+        is_wanted = self._agreed.agent_store is not AgentStore.OFF and not self._is_without_store
+        has_store = is_wanted and members[0].serves_store
+        world = World.of(self.term, self.round + 1, members, self.restarts_used, has_store=has_store)
         self._begin(Round(world), is_ours=True)
         for key in world.keys:
             self.nodes[key].stage = Stage.RUNNING
@@ -538,6 +554,7 @@ class Membership:
         policy = self.settings.policy if self.settings else restart_policy.RestartPolicy()
         left_s, outcome = self._formation.backoff_left_s(now), self.outcome and self.outcome.in_brief()
         own = Memory(self.term, last_round=self.round, settings=self.settings, outcome=outcome, backoff_left_s=left_s)
+        own = changed(own, is_without_store=self._is_without_store)
         memory = self._budget.noted_in(self._past.noted_in(own, self.world), policy, now)
         return self._losses.noted_in(memory, policy, now)
 

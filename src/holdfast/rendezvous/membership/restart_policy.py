@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from holdfast.failures.cause import is_port_taken
 from holdfast.failures.records import REFUSAL, Failure
 from holdfast.frozen import changed, frozen
 
@@ -79,8 +80,11 @@ def objection_to(policy: RestartPolicy) -> str:
 
 @frozen
 class Restart:
+    """`drops_store`: the program listens at the master port itself, so the next rounds have no store of torch there."""
+
     delay_s: float
     is_charged: bool
+    drops_store: bool = False
 
 
 @frozen
@@ -151,7 +155,11 @@ class Budget:
         return changed(memory, restart_ages_s=ages_s, **own)
 
 
-def decide(policy: RestartPolicy, budget: Budget, failure: Failure, now: float) -> Decision:
+def decide(
+    policy: RestartPolicy, budget: Budget, failure: Failure, now: float, *, may_drop_store: bool = False
+) -> Decision:
+    if may_drop_store and is_port_taken(failure):
+        return Restart(0.0, is_charged=False, drops_store=True)
     if failure.exitcode in policy.fatal_exit_codes:
         return GiveUp(f"exit code {failure.exitcode} is fatal, a restart would not cure it")
     if failure.exception in policy.fatal_exceptions:
@@ -170,6 +178,8 @@ def decide(policy: RestartPolicy, budget: Budget, failure: Failure, now: float) 
 
 def announcement(decision: Restart) -> str:
     """What people would not see otherwise: that a restart is not counted, that there is a wait before it."""
+    if decision.drops_store:
+        return "the program listens at MASTER_PORT itself: it starts again without the store that holdfast served there"
     if not decision.is_charged:
         return "a restart that is not counted" + (f", in {decision.delay_s:g} s" if decision.delay_s else "")
     return f"a restart, in {decision.delay_s:g} s" if decision.delay_s else ""

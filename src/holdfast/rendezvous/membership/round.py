@@ -13,6 +13,7 @@ from holdfast.rendezvous.membership.losses import Losses
 from holdfast.rendezvous.membership.model import (
     MAX_OTHER_FAILURES,
     Admit,
+    AgentStore,
     Memory,
     NodeFacts,
     Notice,
@@ -30,7 +31,6 @@ from holdfast.rendezvous.membership.restart_policy import (
     Budget,
     Decision,
     Restart,
-    RestartPolicy,
 )
 from holdfast.telemetry import history
 
@@ -133,14 +133,16 @@ class Round:
         return restart_policy.named([*self.departed.values()])
 
     def judge(
-        self, policy: RestartPolicy, budget: Budget, losses: Losses, now: float
+        self, settings: Settings, budget: Budget, losses: Losses, now: float
     ) -> tuple[Failure | None, Decision | None]:
         """What it has failed of, and whether the run goes on. Failures around nodes that went away are no failures. No
         decision: the membership was changed in order."""
+        policy = settings.policy
         if self.departed or not self.failures:
             return None, losses.judge(policy, budget, now) if self.has_lost_node else None
         cause = root_cause([*self.failures.values()])
-        return cause, restart_policy.decide(policy, budget, cause, now)
+        may_drop_store = self.world.template.has_store and settings.agent_store is AgentStore.AUTO
+        return cause, restart_policy.decide(policy, budget, cause, now, may_drop_store=may_drop_store)
 
     def verdict(self, restart: Restart | None) -> str:
         """What people would not see otherwise, or nothing."""

@@ -1,0 +1,531 @@
+"""A store that torch's client (`torch.distributed.TCPStore`) speaks to. It outlives rank 0 and is fresh in every round.
+
+The agent of rank 0 makes the round's master port listen, and the spawner forks a process that serves this store there.
+Workers are clients. The process ends with the round: the next round has another port and another process, so a client
+of an earlier round meets a closed connection and never a key of the past.
+
+The wire is that of torch: one byte names the operation, its arguments follow; a key or a value is a length of 8 bytes
+and its bytes; all numbers are little-endian. A connection has one request at a time, except that `CANCEL_WAIT` may
+follow `WAIT`. There are two parts:
+
+`TorchStore`  the keys, the queues and the clients that wait. It takes bytes and leaves bytes in `Client.output`.
+              A client's requests are read by a generator, which pauses where bytes are missing.
+`serve`       one thread around it: sockets and epoll.
+
+A client that breaks the protocol, exceeds a limit or speaks another protocol is told nothing, as nothing could reach it
+in its words: its connection is closed, and one line says why. Only so many connections may be open that have not sent
+the first message; it is due within seconds.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+import select
+import struct
+import time
+
+TYPE_CHECKING = False  # The constant of that name in `typing`, without the import: a fork of the spawner runs this.
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Callable, Generator
+    from typing import NoReturn
+
+    _Reader = Generator[None, None, None]
+else:
+    from _collections import deque
+
+_MAGIC = 0x3C85F7CE
+MAX_KEY_BYTES = 8 << 10
+MAX_VALUE_BYTES = 8 << 20
+MAX_KEYS = 128 << 10  # In one request.
+MAX_REQUEST_BYTES = 256 << 20
+MAX_STORE_BYTES = 2 << 30
+_KEY_COST_BYTES = 200  # What an entry costs besides its bytes.
+_VALIDATE_WITHIN_S = 5.0
+_MAX_STRANGERS = 1024
+_READ_BYTES = 1 << 18
+_READS_IN_A_TURN = 16
+_MAX_UNREAD_BYTES = MAX_REQUEST_BYTES  # Answers that the client has not read when it asks again.
+_LINES_AT_MOST = 20
+
+_U64 = struct.Struct("<Q")
+_I64 = struct.Struct("<q")
+_U32 = struct.Struct("<I")
+_DONE, _NOT_READY, _CANCELLED = b"\0", b"\1", b"\1"
+
+# The beginnings of other protocols.
+_OTHER_PROTOCOLS = {
+    b"\x16": "TLS",
+    b"GET ": "HTTP",
+    b"POST": "HTTP",
+    b"HEAD": "HTTP",
+    b"PRI ": "HTTP/2",
+    b"SSH-": "ssh",
+}
+
+
+class ProtocolError(Exception):
+    """The connection is closed. The text says why."""
+
+
+class Client:
+    """One connection. `missing` are the keys of a `WAIT` that is not answered yet. `barrier` is the key of a `BARRIER`
+    that is not answered yet, with the number that its counter must reach."""
+
+    __slots__ = ("at", "barrier", "input", "is_validated", "missing", "name", "output", "reader")
+
+    def __init__(self, name: str, store: TorchStore) -> None:
+        self.name = name
+        self.input, self.output = bytearray(), bytearray()
+        self.at = 0  # How much of the input has been taken.
+        self.missing: set[bytes] = set()
+        self.barrier: tuple[bytes, int] | None = None
+        self.is_validated = False
+        self.reader: _Reader = store.requests(self)
+
+
+class TorchStore:
+    """The data of one round. `_woken` are clients that got an answer because of what another one did."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._queues: dict[bytes, deque[bytes]] = {}
+        self._waiting: dict[bytes, dict[Client, None]] = {}  # By key, in order of arrival.
+        self._size = 0
+        self._woken: list[Client] = []
+        self._operations: dict[int, Callable[[Client], Generator[None, None, bytes]]] = {
+            1: self._set,
+            2: self._compare_set,
+            3: self._get,
+            4: self._add,
+            5: self._check,
+            6: self._wait,
+            7: self._count_keys,
+            8: self._delete,
+            9: self._append,
+            10: self._get_many,
+            11: self._set_many,
+            12: self._cancel_wait,
+            13: self._ping,
+            14: self._push,
+            15: self._pop,
+            16: self._queue_length,
+            17: self._list_keys,
+            18: self._barrier,
+        }
+
+    def take(self, client: Client, data: bytes) -> tuple[list[Client], str]:
+        """Bytes from a client. Returns the clients that have got output, and why the connection of this one has to be
+        closed, if it has to."""
+        client.input += data
+        problem = ""
+        try:
+            next(client.reader)
+        except ProtocolError as error:
+            problem = str(error)
+        woken, self._woken = self._woken, []
+        return [client, *woken] if client.output else woken, problem
+
+    def drop(self, client: Client) -> None:
+        """Its connection is closed."""
+        self._stop_waiting(client)
+        client.reader.close()
+
+    # Reading requests. Each function pauses where bytes are missing.
+
+    def requests(self, client: Client) -> _Reader:
+        yield from self._validate(client)
+        while True:
+            del client.input[: client.at]
+            client.at = 0
+            while not client.input:
+                yield
+            number = client.input[0]
+            client.at = 1
+            operation = self._operations.get(number)
+            if operation is None:
+                raise ProtocolError(f"sent the operation {number}, which this store does not know")
+            client.output += yield from operation(client)
+            if len(client.output) > _MAX_UNREAD_BYTES:
+                raise ProtocolError(f"left {len(client.output) >> 20} MiB of answers unread")
+
+    def _validate(self, client: Client) -> _Reader:
+        while not client.input:
+            yield
+        if client.input[0] != 0:
+            while len(client.input) < 4 and any(each.startswith(bytes(client.input)) for each in _OTHER_PROTOCOLS):
+                yield
+            raise ProtocolError(_foreign(bytes(client.input[:4])))
+        client.at = 1
+        if _U32.unpack((yield from self._bytes(client, 4)))[0] != _MAGIC:
+            raise ProtocolError("is not a client of torch's store")
+        client.is_validated = True
+
+    def _bytes(self, client: Client, count: int) -> Generator[None, None, bytes]:
+        begins, ends = client.at, client.at + count
+        if ends > MAX_REQUEST_BYTES:
+            raise ProtocolError(f"sent a request of more than {MAX_REQUEST_BYTES >> 20} MiB")
+        while len(client.input) < ends:
+            yield
+        client.at = ends
+        return bytes(client.input[begins:ends])
+
+    def _text(self, client: Client, limit: int, what: str) -> Generator[None, None, bytes]:
+        (length,) = _U64.unpack((yield from self._bytes(client, 8)))
+        if length > limit:
+            raise ProtocolError(f"sent a {what} of {length} bytes; at most {limit} are possible")
+        return (yield from self._bytes(client, length))
+
+    def _key(self, client: Client) -> Generator[None, None, bytes]:
+        return (yield from self._text(client, MAX_KEY_BYTES, "key"))
+
+    def _value(self, client: Client) -> Generator[None, None, bytes]:
+        return (yield from self._text(client, MAX_VALUE_BYTES, "value"))
+
+    def _number(self, client: Client) -> Generator[None, None, int]:
+        number: int = _I64.unpack((yield from self._bytes(client, 8)))[0]
+        return number
+
+    def _count(self, client: Client) -> Generator[None, None, int]:
+        count: int = _U64.unpack((yield from self._bytes(client, 8)))[0]
+        if count > MAX_KEYS:
+            raise ProtocolError(f"named {count} keys in one request; at most {MAX_KEYS} are possible")
+        return count
+
+    def _keys(self, client: Client) -> Generator[None, None, list[bytes]]:
+        keys = []
+        for _ in range((yield from self._count(client))):
+            keys.append((yield from self._key(client)))
+        return keys
+
+    # Operations. Each returns its answer, which is empty if there is none, or none yet.
+
+    def _set(self, client: Client) -> Generator[None, None, bytes]:
+        key = yield from self._key(client)
+        self._store(key, (yield from self._value(client)))
+        return b""
+
+    def _compare_set(self, client: Client) -> Generator[None, None, bytes]:
+        key = yield from self._key(client)
+        expected = yield from self._value(client)
+        desired = yield from self._value(client)
+        present = self._values.get(key)
+        if present is None and expected:
+            return _sized(expected)
+        if present is None or present == expected:
+            self._store(key, desired)
+            present = desired
+        return _sized(present)
+
+    def _get(self, client: Client) -> Generator[None, None, bytes]:
+        return _sized(self._values.get((yield from self._key(client)), b""))
+
+    def _add(self, client: Client) -> Generator[None, None, bytes]:
+        key = yield from self._key(client)
+        return _I64.pack(self._increase(key, (yield from self._number(client))))
+
+    def _check(self, client: Client) -> Generator[None, None, bytes]:
+        keys = yield from self._keys(client)
+        return _DONE if all(map(self._is_there, keys)) else _NOT_READY
+
+    def _wait(self, client: Client) -> Generator[None, None, bytes]:
+        keys = yield from self._keys(client)
+        self._stop_waiting(client)
+        client.missing = {key for key in keys if not self._is_there(key)}
+        for key in client.missing:
+            self._waiting.setdefault(key, {})[client] = None
+        return b"" if client.missing else _DONE
+
+    def _cancel_wait(self, client: Client) -> Generator[None, None, bytes]:
+        self._stop_waiting(client)
+        return _CANCELLED
+        yield
+
+    def _count_keys(self, client: Client) -> Generator[None, None, bytes]:
+        return _I64.pack(len(self._values))
+        yield
+
+    def _list_keys(self, client: Client) -> Generator[None, None, bytes]:
+        return _I64.pack(len(self._values)) + b"".join(map(_sized, self._values))
+        yield
+
+    def _delete(self, client: Client) -> Generator[None, None, bytes]:
+        key = yield from self._key(client)
+        value = self._values.pop(key, None)
+        if value is not None:
+            self._size -= len(key) + len(value) + _KEY_COST_BYTES
+        return _I64.pack(value is not None)
+
+    def _append(self, client: Client) -> Generator[None, None, bytes]:
+        key = yield from self._key(client)
+        value = yield from self._value(client)
+        self._store(key, self._values.get(key, b"") + value)
+        return b""
+
+    def _get_many(self, client: Client) -> Generator[None, None, bytes]:
+        values = [self._values.get(key, b"") for key in (yield from self._keys(client))]
+        if sum(map(len, values)) > MAX_REQUEST_BYTES:
+            raise ProtocolError(f"asked for more than {MAX_REQUEST_BYTES >> 20} MiB in one request")
+        return b"".join(map(_sized, values))
+
+    def _set_many(self, client: Client) -> Generator[None, None, bytes]:
+        pairs = []
+        for _ in range((yield from self._count(client))):
+            key = yield from self._key(client)
+            pairs.append((key, (yield from self._value(client))))
+        for key, value in pairs:
+            self._store(key, value)
+        return b""
+
+    def _ping(self, client: Client) -> Generator[None, None, bytes]:
+        return (yield from self._bytes(client, 4))
+
+    def _push(self, client: Client) -> Generator[None, None, bytes]:
+        key = yield from self._key(client)
+        value = yield from self._value(client)
+        self._grow(len(key) + len(value) + _KEY_COST_BYTES)
+        self._queues.setdefault(key, deque()).append(value)
+        for waiting in [*self._waiting.get(key, ())][:1]:  # One value is for one client.
+            self._arrived(key, waiting)
+        return b""
+
+    def _pop(self, client: Client) -> Generator[None, None, bytes]:
+        key = yield from self._key(client)
+        queue = self._queues.get(key)
+        if not queue:
+            return _I64.pack(0)
+        answer = _I64.pack(len(queue)) + _sized(value := queue.popleft())
+        self._size -= len(key) + len(value) + _KEY_COST_BYTES
+        if not queue:
+            del self._queues[key]
+        return answer
+
+    def _queue_length(self, client: Client) -> Generator[None, None, bytes]:
+        return _I64.pack(len(self._queues.get((yield from self._key(client)), ())))
+
+    def _barrier(self, client: Client) -> Generator[None, None, bytes]:
+        key = yield from self._key(client)
+        world = yield from self._number(client)
+        if self._increase(key, 1) >= world:
+            return _DONE
+        self._stop_waiting(client)
+        client.barrier = key, world
+        self._waiting.setdefault(key, {})[client] = None
+        return b""
+
+    # Data and the clients that wait for it.
+
+    def _is_there(self, key: bytes) -> bool:
+        return key in self._values or key in self._queues
+
+    def _increase(self, key: bytes, by: int) -> int:
+        """Numbers are decimal text, and wrap as 64-bit integers do."""
+        try:
+            number = int(self._values.get(key, b"0")) + by
+        except ValueError:
+            raise ProtocolError(f"counts with the key {_shown(key)}, whose value is no number") from None
+        number = (number + (1 << 63)) % (1 << 64) - (1 << 63)
+        self._store(key, b"%d" % number)
+        return number
+
+    def _store(self, key: bytes, value: bytes) -> None:
+        before = self._values.get(key)
+        kept = 0 if before is None else len(before) + len(key) + _KEY_COST_BYTES
+        self._grow(len(key) + len(value) + _KEY_COST_BYTES - kept)
+        self._values[key] = value
+        if key in self._waiting:
+            for waiting in [*self._waiting[key]]:
+                self._arrived(key, waiting)
+
+    def _grow(self, size: int) -> None:
+        if self._size + size > MAX_STORE_BYTES:
+            raise ProtocolError(f"wants to store more than {MAX_STORE_BYTES >> 30} GiB")
+        self._size += size
+
+    def _arrived(self, key: bytes, client: Client) -> None:
+        """A key that the client waits for has been written."""
+        if client.barrier is not None:
+            value = self._values.get(key, b"")
+            if not value.isdigit() or int(value) < client.barrier[1]:
+                return
+            client.barrier = None
+        client.missing.discard(key)
+        self._forget_waiting(key, client)
+        if not client.missing:
+            client.output += _DONE
+            self._woken.append(client)
+
+    def _stop_waiting(self, client: Client) -> None:
+        for key in client.missing:
+            self._forget_waiting(key, client)
+        if client.barrier is not None:
+            self._forget_waiting(client.barrier[0], client)
+        client.missing, client.barrier = set(), None
+
+    def _forget_waiting(self, key: bytes, client: Client) -> None:
+        waiting = self._waiting[key]
+        del waiting[client]
+        if not waiting:
+            del self._waiting[key]
+
+
+def _sized(value: bytes) -> bytes:
+    return _U64.pack(len(value)) + value
+
+
+def _shown(key: bytes) -> str:
+    return repr(key.removeprefix(b"/")[:100])[1:]
+
+
+def _foreign(beginning: bytes) -> str:
+    for start, name in _OTHER_PROTOCOLS.items():
+        if beginning.startswith(start):
+            return f"speaks {name}; this port is for torch's store"
+    return "is not a client of torch's store"
+
+
+# The shell.
+
+
+class _Connection:
+    """`stranger_until` is when it is closed unless it has sent the first message."""
+
+    __slots__ = ("client", "is_blocked", "sock", "stranger_until")
+
+    def __init__(self, sock: _socket.socket, client: Client, stranger_until: float) -> None:
+        self.sock, self.client, self.stranger_until = sock, client, stranger_until
+        self.is_blocked = False
+
+
+class Server:
+    """Serves at a listening socket. `say` is called with lines for the user."""
+
+    def __init__(self, listener: _socket.socket, say: Callable[[str], None]) -> None:
+        self._listener, self._say = listener, say
+        self._store = TorchStore()
+        self._poller = select.epoll()
+        self._connections: dict[int, _Connection] = {}
+        self._by_client: dict[Client, _Connection] = {}
+        self._strangers: dict[int, _Connection] = {}  # In order of arrival.
+        self._lines = 0
+
+    def run(self) -> NoReturn:
+        """Until the process ends."""
+        self._listener.setblocking(False)
+        self._poller.register(self._listener, select.EPOLLIN)
+        while True:
+            for fd, events in self._poller.poll(self._wait_s(), 256):
+                if fd == self._listener.fileno():
+                    self._accept()
+                elif (connection := self._connections.get(fd)) is not None:
+                    if events & select.EPOLLOUT:
+                        self._flush(connection)
+                    if events & ~select.EPOLLOUT:
+                        self._read(connection)
+            self._drop_late_strangers()
+
+    def _wait_s(self) -> float:
+        for connection in self._strangers.values():
+            return max(0.0, connection.stranger_until - time.monotonic())
+        return -1
+
+    def _accept(self) -> None:
+        for _ in range(_MAX_STRANGERS):
+            try:
+                fd, address = self._listener._accept()  # type: ignore[attr-defined]  # The stubs do not know it.
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._report(f"torch's store cannot accept a connection: {error.strerror}")
+                return
+            sock = _socket.socket(fileno=fd)
+            sock.setblocking(False)
+            sock.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
+            client = Client(f"{address[0]}:{address[1]}", self._store)
+            connection = _Connection(sock, client, time.monotonic() + _VALIDATE_WITHIN_S)
+            self._connections[fd] = self._strangers[fd] = self._by_client[client] = connection
+            self._poller.register(fd, select.EPOLLIN)
+            if len(self._strangers) > _MAX_STRANGERS:
+                self._drop(next(iter(self._strangers.values())), "was the oldest of too many that said nothing")
+
+    def _drop_late_strangers(self) -> None:
+        now = time.monotonic()
+        for connection in [*self._strangers.values()]:
+            if connection.stranger_until > now:
+                return
+            self._drop(connection, f"said nothing for {_VALIDATE_WITHIN_S:g} s")
+
+    def _read(self, connection: _Connection) -> None:
+        client = connection.client
+        for _ in range(_READS_IN_A_TURN):
+            try:
+                data = connection.sock.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._drop(connection)
+                return
+            answered, problem = self._store.take(client, data)
+            if client.is_validated:
+                self._strangers.pop(connection.sock.fileno(), None)
+            for each in answered:
+                if each in self._by_client:
+                    self._flush(self._by_client[each])
+            if problem:
+                self._drop(connection, problem)
+            if problem or len(data) < _READ_BYTES or client not in self._by_client:
+                return
+
+    def _flush(self, connection: _Connection) -> None:
+        output = connection.client.output
+        if output:
+            try:
+                del output[: connection.sock.send(output)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._drop(connection)
+                return
+        if bool(output) != connection.is_blocked:
+            connection.is_blocked = bool(output)
+            self._poller.modify(connection.sock, select.EPOLLIN | (select.EPOLLOUT if output else 0))
+
+    def _drop(self, connection: _Connection, problem: str = "") -> None:
+        fd = connection.sock.fileno()
+        if self._connections.pop(fd, None) is None:
+            return
+        self._strangers.pop(fd, None)
+        del self._by_client[connection.client]
+        self._store.drop(connection.client)
+        self._poller.unregister(fd)
+        connection.sock.close()
+        if problem:
+            self._report(f"torch's store closed the connection from {connection.client.name}: it {problem}")
+
+    def _report(self, line: str) -> None:
+        self._lines += 1
+        if self._lines <= _LINES_AT_MOST:
+            self._say(line + (" (further lines of this kind are left out)" if self._lines == _LINES_AT_MOST else ""))
+
+
+def serve(listener_fd: int, lines_fd: int) -> NoReturn:
+    """Lines that the pipe has no room for are lost: nothing may hold the store up."""
+    import resource
+
+    os.set_blocking(lines_fd, False)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each client needs a descriptor.
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        pass
+
+    def say(line: str) -> None:
+        try:
+            os.write(lines_fd, f"{line}\n".encode())
+        except OSError:
+            pass
+
+    Server(_socket.socket(fileno=listener_fd), say).run()
