@@ -10,13 +10,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.process import torch_store
+from holdfast.launcher import LaunchConfig, elastic_launch
+from holdfast.process import DefaultLogsSpecs, Std, torch_store
+from holdfast.process.errors import ChildFailedError
 from tests import support, torch_wire
 
 SECOND = timedelta(seconds=1)
@@ -288,3 +291,98 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
                 for _ in range(100):
                     sock.sendall(torch_wire.get("/key") * 10)
             assert served.line().endswith("MiB of answers unread")
+
+
+# As a part of a run.
+
+ENDS_FIRST = """
+import os, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
+assert store.add("starts", 1) <= 2, "the store is fresh in every round"
+if os.environ["RANK"] == "0":
+    store.set("pid", str(os.getpid()))
+    store.wait(["has read"])
+    os._exit(3 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+pid = int(store.get("pid"))
+store.set("has read", "")
+while os.path.exists(f"/proc/{pid}"):
+    time.sleep(0.01)
+store.set("key", "value")
+assert store.get("key") == b"value", "the store outlives rank 0"
+print("rank 0 was gone")
+"""
+
+
+@pytest.mark.parametrize("backend", ["standalone", "tcp"])
+def test_the_store_outlives_rank_0_and_is_fresh_in_every_round(backend: str, tmp_path: Path) -> None:
+    script = support.write_script(tmp_path / "job.py", ENDS_FIRST)
+    logs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ALL)
+    endpoint = f"127.0.0.1:{support.free_port()}"
+    config = LaunchConfig(1, 1, 2, rdzv_backend=backend, rdzv_endpoint=endpoint, max_restarts=1, logs_specs=logs)
+    elastic_launch(config, sys.executable)(script)
+    assert [path.read_text() for path in tmp_path.glob("logs/*/attempt_1/1/stdout.log")] == ["rank 0 was gone\n"]
+
+
+LISTENS = """
+import os, socket
+if os.environ["RANK"] == "0":
+    socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+    socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["HOLDFAST_FREE_PORT"]))).close()
+    print(os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["TORCHELASTIC_RESTART_COUNT"])
+"""
+
+
+@pytest.mark.parametrize("backend", ["standalone", "tcp"])
+@pytest.mark.parametrize(("mode", "said"), [("auto", "False 0\n"), ("off", "False 0\n"), ("on", None)])
+def test_a_program_that_listens_at_the_master_port_itself(
+    backend: str, mode: str, said: str | None, tmp_path: Path
+) -> None:
+    """With `auto` it is started again without the store, and that is not charged."""
+    script = support.write_script(tmp_path / "job.py", LISTENS)
+    logs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.OUT)
+    where = {"rdzv_backend": backend, "rdzv_endpoint": f"127.0.0.1:{support.free_port()}"}
+    config = LaunchConfig(1, 1, 2, max_restarts=0, logs_specs=logs, rdzv_configs={"agent_store": mode}, **where)
+    launch = elastic_launch(config, sys.executable)
+    if said is None:
+        with pytest.raises(ChildFailedError, match="Address already in use"):
+            launch(script)
+        return
+    launch(script)
+    newest = sorted(tmp_path.glob("logs/*/attempt_*/0/stdout.log"))[-1]
+    assert newest.read_text() == said
+
+
+def test_static_nodes_have_no_store_at_the_users_port(tmp_path: Path) -> None:
+    script = support.write_script(tmp_path / "job.py", LISTENS.replace("HOLDFAST_FREE_PORT", "MASTER_PORT"))
+    endpoint = f"127.0.0.1:{support.free_port()}"
+    config = LaunchConfig(
+        1, 1, 1, rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_configs={"rank": 0}, max_restarts=0,
+        logs_specs=DefaultLogsSpecs(str(tmp_path / "logs")),
+    )  # fmt: skip
+    elastic_launch(config, sys.executable)(script)
+
+
+KILLS_THE_STORE = """
+import os, signal, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
+    spawner = os.getppid()
+    children = open(f"/proc/{spawner}/task/{spawner}/children").read().split()
+    lines = {pid: open(f"/proc/{pid}/cmdline").read() for pid in children}
+    servers = [int(pid) for pid, line in lines.items() if line == open(f"/proc/{spawner}/cmdline").read()]
+    os.kill(*servers, signal.SIGKILL)
+    store.get("never")
+elif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    store.get("never")
+"""
+
+
+def test_a_store_that_is_killed_fails_the_round_and_not_the_run(tmp_path: Path) -> None:
+    script = support.write_script(tmp_path / "job.py", KILLS_THE_STORE)
+    logs = DefaultLogsSpecs(str(tmp_path / "logs"))
+    config = LaunchConfig(1, 1, 2, rdzv_backend="standalone", max_restarts=1, logs_specs=logs)
+    elastic_launch(config, sys.executable)(script)
