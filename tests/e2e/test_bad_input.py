@@ -66,7 +66,7 @@ def refusal(ended: Ended) -> str:
         ("--nnodes many job.py", "--nnodes 'many' is neither a number nor MIN:MAX"),
         # Backends that there are not.
         ("--rdzv-backend x job.py", "backend 'x'; available: c10d, etcd, etcd-v3, standalone, static, tcp"),
-        ("--rdzv-backend etcd-v2 job.py", "the backend 'etcd-v2' speaks an interface that etcd has given up"),
+        ("--rdzv-backend etcd-v2 job.py", "the backend 'etcd-v2' uses the v2 interface, which etcd has removed"),
         # Where to meet.
         ("--rdzv-endpoint h job.py", "the endpoint 'h' of the static rendezvous has no port"),
         ("--rdzv-endpoint h:x job.py", "port 'x' is not a number from 0 to 65535"),

@@ -176,7 +176,7 @@ PLAIN = (
 @pytest.mark.parametrize(
     ("backend", "config", "words"),
     [
-        ("tcp", {"colour": "red"}, "backend 'tcp' has no rendezvous setting 'colour'; there are admit, admit_delay"),
+        ("tcp", {"colour": "red"}, "backend 'tcp' has no rendezvous setting 'colour'; known settings: admit, "),
         ("tcp", {"prefix": "x"}, "backend 'tcp' has no rendezvous setting 'prefix'; it is for etcd"),
         ("c10d", {"coordinator_port": 1}, "'coordinator_port'; it is for etcd and static"),
         ("etcd", {"store_type": "tcp"}, "'store_type'; it is for static and tcp"),
@@ -195,10 +195,10 @@ PLAIN = (
         ("etcd", {"leader_lease": 1}, "leader_lease must be a whole number of seconds, at least 2, not 1"),
         ("etcd", {"leader_lease": "2.5"}, "leader_lease must be a whole number of seconds, at least 2, not '2.5'"),
         ("etcd", {"prefix": "//"}, "prefix must be a prefix of keys, such as /holdfast, not '//'"),
-        ("tcp", {"tls_key": "k.pem"}, "tls_key 'k.pem' is the key of no certificate: tls_cert is missing"),
-        ("etcd", {**ALL, "key": "k.pem"}, "key 'k.pem' is the key of no certificate: cert is missing"),
+        ("tcp", {"tls_key": "k.pem"}, "tls_key 'k.pem' needs a certificate: give tls_cert, too"),
+        ("etcd", {**ALL, "key": "k.pem"}, "key 'k.pem' needs a certificate: give cert, too"),
         ("etcd", {"user": "me"}, "etcd user 'me' needs a password: give password_file, or set HOLDFAST_ETCD_PASSWORD"),
-        ("etcd", {"password_file": "x"}, "password_file 'x' is the password of no user: user is missing"),
+        ("etcd", {"password_file": "x"}, "password_file 'x' needs a user: give user, too"),
         ("etcd", {"user": "me", "password_file": "/none"}, "the password file '/none' cannot be read"),
         ("etcd", {"token_file": "/none"}, "the token file '/none' cannot be read: No such file or directory"),
         ("etcd", {"endpoint": "https://a"}, PLAIN),
