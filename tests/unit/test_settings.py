@@ -182,6 +182,7 @@ PLAIN = (
         ("etcd", {"store_type": "tcp"}, "'store_type'; it is for static and tcp"),
         ("tcp", {"admit_delay": -1}, "setting admit_delay must be a number of seconds, at least 0, not -1"),
         ("tcp", {"admit": "never"}, "admit must be now or on-restart, not 'never'"),
+        ("static", {"store_type": "file"}, "store_type must be tcp, not 'file'"),
         ("etcd", {"is_host": "maybe"}, "the rendezvous setting is_host must be true or false, not 'maybe'"),
         ("tcp", {"rank": 1.5}, "rank must be a whole number, not 1.5"),
         ("tcp", {"http": "node1"}, "http must be HOST:PORT or PORT, not 'node1'"),
