@@ -263,7 +263,7 @@ def test_a_leader_at_a_loopback_address_of_another_host(place: Place) -> None:
 def test_junk_where_the_leader_should_be(place: Place, value: bytes) -> None:
     with stored(place, place.leader_key, value), place.node() as a:
         said = refusal(a)
-    assert said.startswith("what is stored in etcd as the run's leader cannot be read: ")
+    assert said.startswith("the run's leader key in etcd cannot be read: ")
 
 
 def test_junk_where_the_memory_should_be(place: Place, caplog: pytest.LogCaptureFixture) -> None:
@@ -274,8 +274,8 @@ def test_junk_where_the_memory_should_be(place: Place, caplog: pytest.LogCapture
         form(a)
         assert time.monotonic() - began > 3
         close(a)
-    line = next(each.getMessage() for each in caplog.records if "remembers" in each.getMessage())
-    assert f"what etcd remembers of run {place.run_id!r} cannot be read, and counts as lost: " in line
+    line = next(each.getMessage() for each in caplog.records if "counts as lost" in each.getMessage())
+    assert f"the memory of run {place.run_id!r} in etcd cannot be read, and counts as lost: " in line
 
 
 def test_something_that_overwrites_the_leader(place: Place) -> None:

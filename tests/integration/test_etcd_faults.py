@@ -294,7 +294,7 @@ def test_an_etcd_that_has_no_space_left(small: EtcdServer, tmp_path: Path) -> No
         scene.await_world(2)
         fill(small)
         scene.order("exit 3", rank=0, round=1)
-        why = r"etcd refuses what the run must not forget: etcd at \S+: mvcc: database space exceeded"
+        why = r"etcd refuses to store the run's memory: etcd at \S+: mvcc: database space exceeded"
         for agent in agents:
             agent.await_line(f"the coordinator steps down: {why}")
             agent.await_line(f"no coordinator could go on within 8 s: {why}")

@@ -46,8 +46,8 @@ def write(before: Leader, after: Leader, memory: Memory | None = None) -> Write:
     return Write(before, after, replace(memory, term=after.term) if memory else None)
 
 
-LOST = Resign("etcd has lost its key")
-REFUSED = Resign("etcd refuses what the run must not forget: no space", is_refused=True)
+LOST = Resign("etcd has lost the leader key")
+REFUSED = Resign("etcd refuses to store the run's memory: no space", is_refused=True)
 LATE = Resign("etcd did not renew its lease in time")
 W1 = write(L0, L1, FIRST)
 WRITING: Script = [(100.0, MemoryChanged(FIRST), [W1])]
@@ -118,7 +118,7 @@ SCRIPTS: dict[str, Script] = {
     ],
     "another one is in office": [
         *WRITING,
-        (100.1, WriteAnswered(OTHER), [Resign("another one, of term 8, is in office")]),
+        (100.1, WriteAnswered(OTHER), [Resign("another coordinator, of term 8, is in office")]),
         (100.2, WriteAnswered(L1), []),
     ],
     "etcd has lost the key": [*WRITING, (100.1, WriteAnswered(None), [LOST])],
@@ -130,7 +130,7 @@ SCRIPTS: dict[str, Script] = {
     ],
     "the token decides, not the term": [
         *WRITING,
-        (100.1, WriteAnswered(replace(L1, token="x")), [Resign("another one, of term 7, is in office")]),
+        (100.1, WriteAnswered(replace(L1, token="x")), [Resign("another coordinator, of term 7, is in office")]),
     ],
     "it raises its term before anything that follows": [
         (100.0, TermHeard(9), [write(L0, replace(L1, term=10))]),

@@ -219,38 +219,29 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
 
 
 @pytest.mark.parametrize(
-    ("order", "held"),
-    [([0, 1, 2], [0, 1, 2]), ([0, 0, 1, 0, 1, 2], [0, 1, 2]), ([0, 0, 0, 1, 2], [0, 1, 2])],
+    ("remembered", "order", "held"),
+    [
+        (64, [0, 1, 2], [0, 1, 2]),
+        (64, [0, 0, 1, 0, 1, 2], [0, 1, 2]),
+        (1, [0, 1, 0], [0, 1, 0]),
+        (64, [0, 1, 0], [0, 1, 0]),  # There is no other.
+    ],
 )
-def test_no_port_is_held_twice_whatever_the_kernel_hands_out(kernel: Kernel, order: list[int], held: list[int]) -> None:
+def test_no_port_is_held_twice_whatever_the_kernel_hands_out(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, remembered: int, order: list[int], held: list[int]
+) -> None:
+    monkeypatch.setattr(endpoints, "_REMEMBERED_PORTS", remembered)
     port, kernel.order = HeldPort(), order
     for index in held:
         port.renew("127.0.0.1")
         assert port.number == kernel.numbers[index]
-        assert kernel.open_ports() == [port.number], "nothing else is kept"
+        assert kernel.open_ports() == [port.number], "another one is kept"
+    with pytest.raises(HostError, match="none is left"):
+        port.renew("127.0.0.1")
+    assert kernel.open_ports() == [port.number], "the port is not held any more"
     port.release()
     port.release()
     assert kernel.open_ports() == []
-
-
-def test_a_port_is_held_again_before_none_is(kernel: Kernel) -> None:
-    port, kernel.order = HeldPort(), [0, 1, 0]
-    for _ in range(3):
-        port.renew("127.0.0.1")
-    assert port.number == kernel.numbers[0]
-    with pytest.raises(HostError, match="none is left"):
-        port.renew("127.0.0.1")
-    assert kernel.open_ports() == [port.number], "what was held is still held"
-    port.release()
-
-
-def test_only_the_last_ports_are_remembered(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "_REMEMBERED_PORTS", 1)
-    port, kernel.order = HeldPort(), [0, 1, 0]
-    for index in (0, 1, 0):
-        port.renew("127.0.0.1")
-        assert port.number == kernel.numbers[index]
-    port.release()
 
 
 def test_an_address_of_another_machine_cannot_be_bound() -> None:

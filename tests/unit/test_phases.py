@@ -606,6 +606,12 @@ RECOVERING: dict[str, Script] = {
         (0.0, joined("a", RETRY, A3, stop=STOPPED), broke("b", "", 3)),
         (1.0, joined("b", RETRY, B3, failure=failure("b")), ended("a b", gave_up("b", USED_UP), 3, 1)),
     ],
+    "the same, and the other had succeeded before it took note of the stop": [
+        (0.0, returned("a", RETRY, A3), []),
+        (1.0, succeeded("a", 3), []),
+        (1.0, joined("a", RETRY, A3, stop=STOPPED), broke("b", "a", 3)),
+        (2.0, joined("b", RETRY, B3, failure=failure("b")), ended("a b", gave_up("b", USED_UP), 3, 1)),
+    ],
     "a member of an earlier round is expelled": [
         (0.0, returned("b", RETRY, place(2, 1)), [Expel("b/0", GIVEN_AWAY.format(2))]),
     ],

@@ -1,4 +1,4 @@
-"""What every rendezvous backend and everyone who uses one agree on.
+"""The contract between rendezvous backends and agents.
 
 A backend is a creator function, registered under a name, that turns `RendezvousParameters` into a
 `RendezvousHandler`. The agent asks the handler for one round after another; each answer, a `RendezvousInfo`,
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class RendezvousError(Exception):
-    """Base of everything that can go wrong with a rendezvous. `run_report` is what the agent reports of a run that it
-    ended."""
+    """Base of all errors of a rendezvous. `run_report` is the agent's report of a run that the error has ended."""
 
     run_report: Any = None
 
@@ -40,7 +39,7 @@ class RendezvousConnectionError(RendezvousError):
 
 
 class RendezvousStateError(RendezvousError):
-    """What the backend has stored cannot be read."""
+    """The data that the backend has stored cannot be read."""
 
 
 class RendezvousGracefulExitError(RendezvousError):
@@ -48,19 +47,19 @@ class RendezvousGracefulExitError(RendezvousError):
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Whether it is that error, or torch's of the same name. torch is not imported to find out."""
+    """Whether the error is of that kind, or torch's of the same name. torch is not imported for that."""
     return any(each.__name__ == kind.__name__ for each in type(error).__mro__)
 
 
 class DefaultTimeout(int):
-    """The `timeout` that `LaunchConfig` adds if the user gave none; the user may give the same number, and mean it."""
+    """The `timeout` that `LaunchConfig` adds if the user gave none. A plain int is the user's own."""
 
 
 _TRUTH = dict.fromkeys(("1", "true", "t", "yes", "y"), True) | dict.fromkeys(("0", "false", "f", "no", "n"), False)
 
 
 def truth_of(value: Any) -> bool:
-    """Of True, 1, "yes" and the like. KeyError if it is something else."""
+    """The truth of True, 1, "yes" and the like. Raises KeyError for any other value."""
     return _TRUTH[str(value).lower() if isinstance(value, int | str) else ""]
 
 
@@ -213,7 +212,7 @@ class RendezvousHandlerRegistry:
             raise UserError(f"a rendezvous backend needs a name, not {backend!r}")
         taken_by = self._creators.setdefault(backend, creator)
         if taken_by != creator:
-            raise UserError(f"rendezvous backend {backend!r} is taken by {taken_by!r}, so not {creator!r}")
+            raise UserError(f"rendezvous backend {backend!r} is taken by {taken_by!r}; {creator!r} needs another name")
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
         creator = self._creators.get(params.backend)

@@ -42,7 +42,7 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
         _register_out_of_tree_handlers()
     if params.backend == "etcd-v2" and params.backend not in rendezvous_handler_registry:
         instead = "use the backend etcd, which speaks v3 with etcd 3.4 or later"
-        raise UserError(f"the backend 'etcd-v2' speaks an interface that etcd has given up; {instead}")
+        raise UserError(f"the backend 'etcd-v2' uses the v2 interface, which etcd has removed; {instead}")
     return rendezvous_handler_registry.create_handler(params)
 
 
@@ -52,7 +52,7 @@ def _create_built_in(module: str, function: str, params: RendezvousParameters) -
 
 def _register_built_in_handlers() -> None:
     for name, (module, function) in _BUILT_IN.items():
-        # A program that registered its own handler under this name before importing us means it.
+        # A program may have registered its own handler under this name before this module was imported.
         if name not in rendezvous_handler_registry:
             rendezvous_handler_registry.register(name, partial(_create_built_in, module, function))
 

@@ -42,7 +42,7 @@ _NOT_SETTINGS = frozenset({"backend", "endpoint", "run_id", "min_nodes", "max_no
 
 
 class Kind(NamedTuple):
-    """`words` say which values there are. `read` raises one of `_WRONG` for another one."""
+    """`words` describe the values. `read` raises one of `_WRONG` for any other value."""
 
     words: str
     read: Callable[[Any], Any]
@@ -106,7 +106,7 @@ class Setting(NamedTuple):
         return f"{self.name}_s" if self.kind in (SECONDS, SECONDS_OR_0, LEADER_LEASE) else self.name
 
     def read(self, config: Mapping[str, Any]) -> Any:
-        """What is given under one of the names; None if nothing is."""
+        """The value that is given under one of the names, or None."""
         for name in self.names.split():
             value = config.get(name)
             # LaunchConfig adds a timeout if the user gives none.
@@ -222,8 +222,8 @@ class EtcdAccess:
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings(Settings):
-    """What all nodes of a run have to agree on, and what is this node's own. `tls` is for agent traffic. The last three
-    are for runs on etcd, where a node starts a coordinator at `coordinator_port` unless `is_host` is False."""
+    """The settings on which all nodes of a run agree, and those of this node. `tls` is for agent traffic. The last
+    three are for runs on etcd, where a node starts a coordinator at `coordinator_port` unless `is_host` is False."""
 
     leader_lease_s: int = 0
     outage_timeout_s: float = 600.0
@@ -278,12 +278,12 @@ def names_of(rows: Iterable[Setting]) -> set[str]:
 
 
 def given_of(backend: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user gave, under the names of the table. A setting that would be accepted and ignored is an error, or a
-    warning if torchrun has it."""
+    """The user's settings, under their first names. A setting without effect is an error, or a warning if torchrun has
+    it."""
     rows = rows_of(backend)
     for name in sorted(config.keys() - names_of(rows.values())):
         others = sorted({each for row in TABLE if name in row.names.split() for each in row.backends.split()})
-        hint = f"it is for {' and '.join(others)}" if others else f"there are {', '.join(sorted(rows))}"
+        hint = f"it is for {' and '.join(others)}" if others else f"known settings: {', '.join(sorted(rows))}"
         raise UserError(f"backend {backend!r} has no rendezvous setting {name!r}; {hint}")
     given = {name: value for name, row in rows.items() if (value := row.read(config)) is not None}
     if "heartbeat_timeout" in given:
@@ -292,15 +292,14 @@ def given_of(backend: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_alone(backend: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a node that meets no other: `rank`, `coordinator_port`, `agent_store`, and `join_timeout` under its
-    name `timeout`.
-    Other settings are no mistake, because people keep them in scripts, but a warning says that they have no effect."""
+    """The same for a node that meets no other node. It uses `rank`, `timeout`, `coordinator_port` and `agent_store`. Other
+    known settings are kept in scripts, so they only cause a warning."""
     if unknown := sorted(config.keys() - names_of(TABLE)):
         listed = ", ".join(map(repr, unknown))
-        raise UserError(f"unknown rendezvous setting {listed}; backend {backend!r} has no such thing")
+        raise UserError(f"unknown rendezvous setting {listed} of backend {backend!r}")
     used = {name: config[name] for name in ("rank", "timeout", "coordinator_port", "agent_store") if name in config}
     if others := sorted(config.keys() - used.keys()):
-        logger.warning("backend %r makes no use of setting %s", backend, ", ".join(map(repr, others)))
+        logger.warning("backend %r ignores the settings %s", backend, ", ".join(map(repr, others)))
     return given_of(backend, used)
 
 
@@ -329,7 +328,7 @@ def _times(given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, floa
         lease_s = max(lease_s, 3 * heartbeat_s)
     if lease_s < 2 * heartbeat_s:
         raise UserError(f"lease={lease_s:g} is too short for a heartbeat every {heartbeat_s:g} s")
-    # So long after its connection was closed a node has killed its workers, clocks permitting, and its place is free.
+    # After this time a node whose connection was closed has killed its workers, even if its clock is a tenth slow.
     own_side_s = 1.1 * (heartbeat_s + usual["reconnect_grace"])
     drop_timeout_s = given.get("drop_timeout", max(usual["drop_timeout"], 1.2 * own_side_s))
     if drop_timeout_s <= own_side_s:
@@ -343,7 +342,7 @@ def tls_of(values: Mapping[str, Any], cert: str, key: str, ca: str) -> TlsFiles:
     """The files that are given under these names."""
     files = TlsFiles(*(values.get(name, "") for name in (cert, key, ca)))
     if files.key and not files.cert:
-        raise UserError(f"{key} {files.key!r} is the key of no certificate: {cert} is missing")
+        raise UserError(f"{key} {files.key!r} needs a certificate: give {cert}, too")
     return files
 
 
@@ -352,7 +351,7 @@ def _for_etcd(endpoint: str, values: Mapping[str, Any]) -> dict[str, Any]:
     places = _etcd_endpoints(endpoint, values["protocol"])
     user, password_file = values["user"], values["password_file"]
     if password_file and not user:
-        raise UserError(f"password_file {password_file!r} is the password of no user: user is missing")
+        raise UserError(f"password_file {password_file!r} needs a user: give user, too")
     files, for_etcd = values["tls"], tls_of(values, "cert", "key", "cacert")
     if not any(for_etcd) and not all(each.startswith("http://") for each in places):
         for_etcd = files

@@ -32,7 +32,7 @@ class StoreTimeoutError(HoldfastError, TimeoutError):
 
 
 class StoreLostError(RendezvousConnectionError):
-    """The coordinator was replaced, and what the store had was lost with it. The next round has a new store."""
+    """The coordinator was replaced, and its store was lost with it. The next round has a new store."""
 
 
 class Store(ABC):
@@ -153,12 +153,12 @@ def as_bytes(value: bytes | str) -> bytes:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """Names in a row, and no more than a reader can take in."""
+    """The names in a list, no more of them than a reader can take in."""
     return ", ".join([*names[:_MAX_NAMED], "..."] if len(names) > _MAX_NAMED else names)
 
 
 def _duration(seconds: float) -> timedelta:
-    # To torch's stores zero means no limit at all, which is the opposite of what it means here.
+    # Zero means no limit to torch's stores, and no time at all here.
     return timedelta(seconds=max(seconds, 0.001))
 
 
@@ -258,7 +258,7 @@ def _appear(store: Store, keys: Sequence[str], timeout_s: float) -> bool:
 def _trace(
     store: Store, world_size: int, prefix: str, rank: int, decode: Callable[[int], str], timeout_s: float
 ) -> str:
-    """What this rank can say about who is missing, as the end of a sentence."""
+    """The missing ranks, as far as this rank knows them, as the end of a sentence."""
     gate = f"{prefix}/TRACING_GATE"
     if rank != 0:
         if not store.check([_mark(prefix, 0)]):

@@ -3,7 +3,7 @@ in the same words.
 
 Certificates live for days where runs live for weeks, so `ReloadingTls` looks at the files before each connection and
 reads those that were replaced. Files that cannot be used are refused at the start. Later, when a renewal may be half
-done, what was read before stays in force until all files can be used again.
+done, the files that were read before stay in force until all new ones can be used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ReloadingTls:
         if is_server and not cert:
             raise UserError("TLS needs a certificate (tls_cert), not only a key or an authority")
         self._is_server = is_server
-        # The process may change its directory later; what is refused now is named as the user has written it.
+        # The process may change its directory later. Errors of the first attempt name the files as the user did.
         self._files = [os.path.abspath(path) if path else "" for path in (cert, key, ca)]
         self._lock = threading.Lock()
         self._stamps = [_stamp(path) for path in self._files]

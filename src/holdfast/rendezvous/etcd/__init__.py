@@ -1,1 +1,1 @@
-"""Runs on etcd: etcd says who coordinates, and keeps what a coordinator must not forget."""
+"""Runs on etcd: etcd says who coordinates, and stores the coordinator's memory."""

@@ -14,7 +14,7 @@ renews the lease from then on. The key `memory` holds the run's `Memory`.
 * A write without an answer is sent again. If it finds its own result, it was carried out the first time. Writes are
   acknowledged in order, and the shell tells nodes nothing that follows from a write before that.
 * A write that etcd refuses for good (no space left, no permission) ends the time in office: a coordinator that can
-  write nothing down can decide nothing. Its nodes are told what etcd said.
+  store nothing can decide nothing. Its nodes are told the words of etcd.
 
 A term is higher than all before it: higher than the memory's, and than any that a node has heard of. If etcd lost its
 data the memory is gone, but the nodes know: a coordinator that hears of a higher term raises its own before it answers.
@@ -54,7 +54,7 @@ class Leader:
 
 @frozen
 class MemoryChanged:
-    """The run has something new to be written down."""
+    """The run has a new memory to store."""
 
     memory: Memory
 
@@ -68,7 +68,7 @@ class TermHeard:
 
 @frozen
 class RenewalAnswered:
-    """`is_alive` False: etcd does not know the lease any more."""
+    """If not `is_alive`, etcd does not know the lease any more."""
 
     sent_at: float
     is_alive: bool
@@ -76,7 +76,7 @@ class RenewalAnswered:
 
 @frozen
 class RenewalFailed:
-    """It got no answer."""
+    """The renewal got no answer."""
 
 
 @frozen
@@ -88,12 +88,12 @@ class WriteAnswered:
 
 @frozen
 class WriteFailed:
-    """It got no answer; it may have been carried out, or may yet be."""
+    """The write got no answer. It may have been carried out, or may yet be."""
 
 
 @frozen
 class WriteRefused:
-    """It was not carried out, and never will be."""
+    """etcd refuses the write for good; nothing was carried out."""
 
     problem: str
 
@@ -118,7 +118,7 @@ class Write:
 
 @frozen
 class Acknowledge:
-    """The oldest `MemoryChanged` or `TermHeard` that was not acknowledged yet is written down."""
+    """The oldest `MemoryChanged` or `TermHeard` that was not acknowledged yet is stored."""
 
 
 @frozen
@@ -174,7 +174,7 @@ class Office:
             case WriteFailed():
                 self._write_again_at = now + _RETRY_S
             case WriteRefused(problem):
-                return self._resign(f"etcd refuses what the run must not forget: {problem}", is_refused=True)
+                return self._resign(f"etcd refuses to store the run's memory: {problem}", is_refused=True)
             case TimePassed():
                 return self._due(now)
             case _:
@@ -184,7 +184,7 @@ class Office:
     def _due(self, now: float) -> list[Command]:
         commands: list[Command] = []
         if self._renew_at is not None and now >= self._renew_at:
-            self._renew_at = None  # Until it is answered, or known to have failed.
+            self._renew_at = None  # Until the renewal is answered or has failed.
             commands.append(Renew())
         if self._write_again_at is not None and now >= self._write_again_at:
             assert self._writing is not None
@@ -193,7 +193,7 @@ class Office:
         return commands
 
     def _next_write(self) -> list[Command]:
-        """One at a time, in order."""
+        """Writes go one at a time, in order."""
         if self._writing is not None or not self._waiting:
             return []
         after = replace(self.leader, turn=self.leader.turn + 1)
@@ -207,9 +207,13 @@ class Office:
     def _written(self, found: Leader | None) -> list[Command]:
         writing = self._writing
         if writing is None or found == writing.before:
-            return []  # An answer to an attempt that was given up; the present one will tell.
+            return []  # A late answer to an earlier attempt. The answer to the present one counts.
         if found != writing.after:
-            who = "etcd has lost its key" if found is None else f"another one, of term {found.term}, is in office"
+            who = (
+                "etcd has lost the leader key"
+                if found is None
+                else f"another coordinator, of term {found.term}, is in office"
+            )
             return self._resign(who)
         self.leader, self._writing, self._write_again_at = writing.after, None, None
         self._waiting.popleft()
@@ -236,7 +240,8 @@ class Candidacy:
         self._pause_s, self._paused_until = 0.0, -inf
 
     def turn_at(self, node_count: int, draw: float, now: float) -> float:
-        """The office is vacant, and so many nodes know. `draw` is a random number from 0 to 1; the first one counts."""
+        """When this node may campaign for the vacant office; `node_count` nodes know of the vacancy. `draw` is a random
+        number from 0 to 1; the first one of a vacancy counts."""
         if self._turn_at is None:
             self._turn_at = max(now, self._paused_until) + wait_s(node_count, draw)
         return self._turn_at

@@ -1,12 +1,12 @@
-"""The coordinator's end of etcd: its time in office, and what the run must not forget.
+"""The coordinator's end of etcd: its time in office, and the memory of the run.
 
 An agent that won the election hands an `Appointment` to the coordinator process that it starts. There, `EtcdKeeper` is
 the shell around `election.Office`. Renewals and writes are blocking calls, each kind in a thread of its own, so that a
 write that waits for an answer does not hold up a renewal.
 
 The memory has a lease of its own, which each coordinator gets anew and renews: a run of which every process was killed
-leaves nothing in etcd for long, but workers that are out of reach are gone before it. If that lease ends early, or
-something else writes to the leader key, the coordinator steps down, and its successor puts that right.
+leaves nothing in etcd for long. Workers that are out of reach are gone before the memory is. If that lease ends early,
+or something else writes to the leader key, the coordinator steps down, and its successor puts that right.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RECORD_KEPT_S = 86_400
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """How a run ended. What is left of the lease says how long ago that was, by the clock of etcd."""
+    """How a run ended. The time left of `lease` says how long ago that was, by the clock of etcd."""
 
     lease: int
     memory: Memory
@@ -56,7 +56,7 @@ _record_decoder = msgspec.json.Decoder(_Record)
 
 @dataclass(frozen=True, slots=True)
 class Appointment:
-    """What a coordinator process needs to know of its office. `renewed_at` is on this host's monotonic clock."""
+    """The office of a coordinator process. `renewed_at` is on this host's monotonic clock."""
 
     run_id: str
     prefix: str
@@ -93,7 +93,7 @@ def decode_leader(value: bytes | None) -> Leader | None:
             raise ValueError(f"the term {leader.term} is out of range")
         return leader
     except (UserError, ValueError, RecursionError) as error:
-        raise HostError(f"what is stored in etcd as the run's leader cannot be read: {error}") from None
+        raise HostError(f"the run's leader key in etcd cannot be read: {error}") from None
 
 
 def encode_memory(memory: Memory) -> bytes:
@@ -103,7 +103,7 @@ def encode_memory(memory: Memory) -> bytes:
 
 
 class EtcdKeeper:
-    """Keeps what one coordinator must not forget, for as long as it is in office."""
+    """Stores the memory of one run, for as long as its coordinator is in office."""
 
     def __init__(self, appointment: Appointment) -> None:
         # Called once, when the office is over, with what `Resign` says.
@@ -155,7 +155,7 @@ class EtcdKeeper:
                 return protocol.checked(record.memory)
             return None
         except (ValueError, RecursionError) as error:
-            told = "what etcd remembers of run %r cannot be read, and counts as lost: %s"
+            told = "the memory of run %r in etcd cannot be read, and counts as lost: %s"
             logger.error(told, self._own.run_id, error)
             return Memory()
 
@@ -170,7 +170,7 @@ class EtcdKeeper:
         return self
 
     def flush(self) -> None:
-        """`close` does."""
+        """`close` waits for all writes."""
 
     def recall(self) -> Recalled:
         return Recalled(self._memory, self._age_s, self._office.leader.term)
@@ -260,7 +260,7 @@ class EtcdKeeper:
         except gateway.EtcdRefused as error:
             return election.WriteRefused(escape.cut(str(error), _LONGEST_REFUSAL))
         except gateway.EtcdError as error:
-            logger.warning("cannot write down what run %r must not forget: %s", self._own.run_id, error)
+            logger.warning("cannot store the memory of run %r in etcd: %s", self._own.run_id, error)
             return election.WriteFailed()
 
     def _arm(self) -> None:

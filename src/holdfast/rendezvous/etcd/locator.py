@@ -13,7 +13,6 @@ its turn, and a node whose turn comes looks again first.
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import random
 import secrets
@@ -44,7 +43,7 @@ logger = Logger(__name__)
 _LONGEST_REQUEST_S = 5.0
 _LONGEST_LOOK_S = 0.5
 _VACANT = "no coordinator is in office"
-_MEMORY_LEASE_S = 60  # And twice the time for which workers may live on after the last coordinator.
+_MEMORY_LEASE_S = 60  # Added to twice the time for which workers may live on after the last coordinator.
 
 
 class EtcdLocator(Locator):
@@ -62,7 +61,7 @@ class EtcdLocator(Locator):
         self._leader: Leader | None = None
         self._candidacy = Candidacy()
         self._no_coordinator = _VACANT
-        self._refused: tuple[str, int] | None = None  # Where nothing listens any more.
+        self._refused: tuple[str, int] | None = None  # The last address where nothing listened.
         self._problem = ""  # Why the last look at etcd did not tell who coordinates.
         self._lives: list[socket.socket] = []  # Of coordinator processes that this node has started.
         self._unrevoked: deque[int] = deque()  # Leases of coordinators that ended while etcd was out of reach.
@@ -76,7 +75,7 @@ class EtcdLocator(Locator):
             with self._lock:
                 leader = self._search(0, 1, lambda: not self._stopped.is_set())
         if self._problem and (leader.host, leader.port) == self._refused:
-            raise ConnectionError(errno.EHOSTUNREACH, self._problem)
+            raise ConnectionError(self._problem)
         return Target(leader.host, leader.port, self._run_id, self._options.token, self._tls)
 
     def refused(self, target: Target) -> bool:
@@ -110,15 +109,15 @@ class EtcdLocator(Locator):
             try:
                 leader = self._search(known_term, node_count, is_wanted)
             except (HoldfastError, OSError) as error:
-                self._problem = (isinstance(error, OSError) and error.strerror) or str(error)
+                self._problem = str(error)
                 return
             self._problem = ""
         if leader.term > known_term and leader != before:
             found()
 
     def _search(self, known_term: int, node_count: int, is_wanted: Callable[[], bool]) -> Leader:
-        """The coordinator in office; this node's own, if there was none and it is this node's turn to start one. Raises
-        OSError if there is none yet."""
+        """The coordinator in office. If there is none and it is this node's turn, this node starts one. Raises OSError
+        if there is none yet."""
         ends = time.monotonic() + _LONGEST_LOOK_S
         try:
             if not self._is_version_checked:
@@ -132,13 +131,13 @@ class EtcdLocator(Locator):
                 now = time.monotonic()
                 turn_at = self._candidacy.turn_at(node_count, random.random(), now)
                 if turn_at > ends:
-                    raise ConnectionError(errno.EAGAIN, self._no_coordinator)
+                    raise ConnectionError(self._no_coordinator)
                 if turn_at <= now:
                     leader = self._campaign(known_term, is_wanted)
                     break
                 self._stopped.wait(turn_at - now)
         except (gateway.Unavailable, gateway.LeaseGone) as error:
-            raise ConnectionError(errno.EHOSTUNREACH, str(error)) from None
+            raise ConnectionError(str(error)) from None
         if is_loopback(leader.host) and leader.boot_id != boot_id():
             raise UserError(
                 f"the coordinator of run {self._run_id!r} is at {leader.host} on another host, where this node cannot "
@@ -155,18 +154,17 @@ class EtcdLocator(Locator):
 
     def _campaign(self, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
         if self._options.is_host is False:
-            reason = "no coordinator is in office, and this node may not start one (is_host=false)"
-            raise ConnectionError(errno.EAGAIN, reason)
+            raise ConnectionError("no coordinator is in office, and this node may not start one (is_host=false)")
         try:
             with self._bind() as sock:
                 return self._host_or_find(sock, known_term, is_wanted)
         except (HostError, gateway.EtcdRefused) as error:
-            # Another node may be able to. A port may be held by a coordinator that is about to step down.
+            # Another node may be able to start one. The port may be held by a coordinator that is about to step down.
             self._no_coordinator = f"no coordinator is in office, and this node cannot start one: {error}"
             self._candidacy.refused(time.monotonic())
             if isinstance(error, gateway.EtcdRefused):
                 raise
-            raise ConnectionError(errno.EAGAIN, self._no_coordinator) from None
+            raise ConnectionError(self._no_coordinator) from None
 
     def _bind(self) -> socket.socket:
         try:
@@ -174,7 +172,7 @@ class EtcdLocator(Locator):
         except launch.NotThisHost:
             if not self._options.local_addr:
                 raise
-            # The user says that others reach this node there, which may be so although no interface has the address.
+            # An address that the user has given need not be one of this host's: others may reach it through NAT.
             return launch.bind("", self._options.coordinator_port)
 
     def _host_or_find(self, sock: socket.socket, known_term: int, is_wanted: Callable[[], bool]) -> Leader:
@@ -185,7 +183,7 @@ class EtcdLocator(Locator):
             unless_hosted.callback(self._revoke, lease)
             leader = self._create(mine, lease) if is_wanted() else None
             if leader is None or (leader == mine and not is_wanted()):
-                raise ConnectionError(errno.EAGAIN, _VACANT)
+                raise ConnectionError(_VACANT)
             if leader == mine:
                 self._host(sock, mine, lease, sent_at)
                 unless_hosted.pop_all()

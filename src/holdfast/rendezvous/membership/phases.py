@@ -235,7 +235,7 @@ class Membership:
             self._round.take_up(facts, last, now)
         if join.failure is not None and last is not None:
             commands += self._failed(facts.key, last.round, join.failure)
-        if self._owes(facts.key):
+        if self._round is not None and self._round.is_left_by(join):
             self._budget.note(join.advance)
             self._present.note(join.advance)
             commands += self._stopped_before(join)

@@ -84,6 +84,14 @@ class Round:
             self.returns_until = None
         return True
 
+    def is_left_by(self, join: Join) -> bool:
+        """Whether the node had workers in this round until now. Or they had succeeded when the node took note of a stop
+        that the coordinator before this one has sent."""
+        if join.facts.key in self.owing:
+            return True
+        is_member = join.place is not None and join.place.order == self.world.order
+        return is_member and self.stop_by is None and join.stop is not None and not join.has_lost_place
+
     def report(self, key: str, failure: Failure) -> None:
         """A second time with the evidence; the order of arrival stays. Of many, the first are kept, and the first that
         is not the consequence of another one: it is the cause, however late it comes."""
