@@ -282,53 +282,6 @@ def await_push(handler: CoordinatorHandler, kind: type) -> Any:
                 raise push.error
 
 
-class Proxy:
-    """A port that passes on to another one, and can cut every connection."""
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self.is_deaf = False
-        """Whether what the target says is thrown away."""
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                with self._lock:
-                    self._pairs.append((near, far))
-                threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
-                threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                if not (is_answer and self.is_deaf):
-                    target.sendall(data)
-        for each in (source, target):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        with self._lock:
-            pairs, self._pairs = self._pairs, []
-        for each in (sock for pair in pairs for sock in pair):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # Else a thread that waits there keeps it open.
-        self._listener.close()
-        self.cut()
-
-
 @contextlib.contextmanager
 def listener(says: bytes = b"", *, hangs_up: bool = False) -> Iterator[int]:
     """A port where something else listens: it says so much to everybody, and perhaps hangs up."""

@@ -35,8 +35,9 @@ from holdfast.rendezvous.settings import TlsFiles
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates, openssl
-from tests.coordinators import Caller, Proxy, listener
+from tests.coordinators import Caller, listener
 from tests.guarded_etcd import ROOT, call, etcd_with_tls, etcd_with_users, leader_of
+from tests.relay import Relay
 
 LONG_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -52,8 +53,8 @@ def etcd_gateway(etcd: EtcdServer) -> Iterator[Gateway]:
 
 
 @pytest.fixture
-def proxy(etcd: EtcdServer) -> Iterator[Proxy]:
-    found = Proxy(etcd.get_port())
+def proxy(etcd: EtcdServer) -> Iterator[Relay]:
+    found = Relay(etcd.get_port())
     yield found
     found.close()
 
@@ -251,7 +252,7 @@ def test_closing_ends_the_search_for_a_member() -> None:
 # Unknown outcomes.
 
 
-def test_a_transaction_whose_answer_is_lost_is_not_sent_again(proxy: Proxy, etcd_gateway: Gateway) -> None:
+def test_a_transaction_whose_answer_is_lost_is_not_sent_again(proxy: Relay, etcd_gateway: Gateway) -> None:
     with Gateway([f"127.0.0.1:{proxy.port}"] * 2, request_timeout_s=1) as deaf:
         proxy.is_deaf = True
         etcd_gateway.delete(b"k")
@@ -272,14 +273,14 @@ def test_a_transaction_that_was_not_sent_is_not_in_doubt() -> None:
         assert not caught.value.is_unknown
 
 
-def test_a_connection_that_etcd_has_closed_is_not_used(proxy: Proxy, etcd_gateway: Gateway) -> None:
+def test_a_connection_that_etcd_has_closed_is_not_used(proxy: Relay, etcd_gateway: Gateway) -> None:
     """The outcome of a transaction sent on it would be unknown. So each request has a connection of its own."""
     etcd_gateway.put(b"k", b"0")
     with Gateway([f"127.0.0.1:{proxy.port}"]) as gateway:
         for number in range(5):
             compare = has_value(b"k", b"%d" % number)
             assert gateway.transact(compare, [put(b"k", b"%d" % (number + 1))], b"k")[0]
-            proxy.cut()
+            proxy.hang_up()
 
 
 # Something else at the port.
