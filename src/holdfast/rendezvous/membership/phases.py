@@ -164,8 +164,6 @@ class Membership:
 
     def _take(self, key: str, message: protocol.FromNode, now: float) -> list[Command]:
         match message:
-            case Join(facts) | Return(facts) if self.nodes.is_outdated(facts):
-                return [Expel(facts.key, "a newer incarnation of this node has joined")]
             case Join(facts) | Return(facts) if problem := self._past.doubts(message, self.round):
                 return self._refuse(facts, problem, now)
             case Join(facts) | Return(facts) if self.finished.has(message):
