@@ -28,7 +28,6 @@ from holdfast.rendezvous.handler import CoordinatorHandler, create_tcp_handler
 from holdfast.rendezvous.membership import frames, protocol
 from holdfast.rendezvous.membership.frames import Frames, encode
 from holdfast.rendezvous.membership.model import NodeFacts, Sealed, Settings
-from tests.nodes import Relay
 from tests.support import LoggedProcess
 
 DEADLINE_S = 30.0
@@ -268,9 +267,6 @@ def await_push(handler: CoordinatorHandler, kind: type) -> Any:
                 return push
             if isinstance(push, JoinFailed):
                 raise push.error
-
-
-Proxy = Relay
 
 
 @contextlib.contextmanager

@@ -12,12 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
-import socket
 import subprocess
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +26,7 @@ from holdfast.rendezvous.etcd import keeper
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.gateway import Gateway
 from tests import support
+from tests.relay import Relay as Relay
 
 T = TypeVar("T")
 
@@ -97,7 +94,7 @@ def obey(order):
 
 def connect():
     """What a collective needs: one connection to every other rank, here through rank 0."""
-    address = (me["MASTER_ADDR"], int(me["MASTER_PORT"]))
+    address = (me["MASTER_ADDR"], int(os.environ.get("HOLDFAST_FREE_PORT") or me["MASTER_PORT"]))
     if me["RANK"] == "0":
         with socket.create_server(address) as server:
             return [server.accept()[0] for _ in range(int(me["WORLD_SIZE"]) - 1)]
@@ -159,85 +156,6 @@ def _read_life(path: Path) -> Life | None:
     return Life(
         notes[0]["pid"], told, notes[0]["at"], notes[-1]["at"], events, *numbers, master, told["TEST_NODE"]
     )  # fmt: skip
-
-
-class Relay:
-    """Stands between a node and the coordinator, as a network does that can fail."""
-
-    def __init__(self, target_port: int) -> None:
-        self.target_port = target_port
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._server.getsockname()[1])
-        self._lock = threading.Lock()
-        self._is_silent = False
-        self.is_deaf = False
-        """Whether what the target says is thrown away."""
-        self.passed = b""
-        """All that was passed on, in either direction."""
-        self._pairs: dict[socket.socket, socket.socket] = {}
-        self._targets: set[socket.socket] = set()
-        self._wake_read, self._wake_write = os.pipe()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def be_silent(self, is_silent: bool) -> None:
-        """Connections stay open, or are even made, and carry nothing."""
-        with self._lock:
-            self._is_silent = is_silent
-        os.write(self._wake_write, b".")
-
-    def cut(self) -> None:
-        """Every connection breaks; new ones can be made."""
-        with self._lock:
-            for sock in self._pairs:
-                with contextlib.suppress(OSError):  # Its other end may have broken it off already.
-                    sock.shutdown(socket.SHUT_RDWR)
-
-    @property
-    def newest(self) -> list[socket.socket]:
-        """The newest connection: the socket to the node, and that to the coordinator."""
-        return list(self._pairs)[-2:]
-
-    def close(self) -> None:
-        if not self._thread.is_alive():
-            return
-        os.close(self._wake_write)
-        self._thread.join()
-        for sock in (self._server, *self._pairs):
-            sock.close()
-        os.close(self._wake_read)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                watched = [] if self._is_silent else [self._server, *self._pairs]
-            sources: list[socket.socket | int] = [self._wake_read, *watched]
-            ready, _, _ = select.select(sources, [], [])
-            if self._wake_read in ready and not os.read(self._wake_read, 64):
-                return
-            with self._lock:
-                for sock in watched:
-                    if sock in ready:
-                        self._pass_on(sock)
-
-    def _pass_on(self, sock: socket.socket) -> None:
-        if sock is self._server:
-            with contextlib.suppress(OSError):
-                near, far = self._server.accept()[0], socket.create_connection(("127.0.0.1", self.target_port))
-                self._pairs.update({near: far, far: near})
-                self._targets.add(far)
-        elif sock in self._pairs:
-            try:
-                data = sock.recv(1 << 16)
-                self.passed += data
-                if not (self.is_deaf and sock in self._targets):
-                    self._pairs[sock].sendall(data)
-            except OSError:
-                data = b""
-            if not data:
-                for each in (self._pairs[sock], sock):
-                    each.close()
-                    del self._pairs[each]
 
 
 class Scene:

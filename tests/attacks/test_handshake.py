@@ -20,8 +20,9 @@ from holdfast.rendezvous.membership.model import End, Ended, Expelled, Outcome, 
 from tests import support
 from tests.attacks.harness import MIB, at_most, check_plain, end, honest
 from tests.certificates import make_certificates
-from tests.coordinators import Caller, CoordinatorProcess, Proxy, coordinator, form, node
+from tests.coordinators import Caller, CoordinatorProcess, coordinator, form, node
 from tests.e2e.command import COMMAND, Holdfast
+from tests.relay import Relay
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
 ELSEWHERE = "127.0.0.66"  # A source address that is not the one of honest nodes.
@@ -68,13 +69,13 @@ def test_a_relay_injects_a_message(
     holdfast: Holdfast, guarded: CoordinatorProcess, token_file: str, whom: str, message: object
 ) -> None:
     """The run ends as its worker does, with the worker's exit code, in its first round."""
-    relay = Proxy(guarded.port)
+    relay = Relay(guarded.port)
     conf = f"token_file={token_file},heartbeat=0.2,lease=10,drop_timeout=5,reconnect_grace=3"
     place = ("--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{relay.port}", "--rdzv-conf", conf)
     running = holdfast.start("--nnodes", "1", *place, holdfast.script(JOB))
     try:
         support.wait_until(lambda: (holdfast.directory / "started").exists(), "the worker runs")
-        relay.newest[whom == "coordinator"].sendall(encode(message))
+        relay.inject(encode(message), to_target=whom == "coordinator")
         time.sleep(1.0)  # For it to have an effect.
         (holdfast.directory / "go").touch()
         ended = running.wait()

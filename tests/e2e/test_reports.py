@@ -137,7 +137,7 @@ def test_exception_in_one_and_broken_connections_in_its_peers(one: Any) -> None:
     job = """
 import socket, struct
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+address = (os.environ["MASTER_ADDR"], int(os.environ["HOLDFAST_FREE_PORT"]))
 if r == 1:
     with socket.create_server(address) as server:
         peers = [server.accept()[0] for _ in range(2)]

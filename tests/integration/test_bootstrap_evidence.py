@@ -338,7 +338,7 @@ def test_function_in_a_fresh_interpreter_ends_as_usual(tmp_path: Path) -> None:
 
 FORKED = """
     import atexit, multiprocessing, os, signal, sys, threading, time
-    from holdfast.process.spawner import bootstrap, server
+    from holdfast.process.spawner import bootstrap, forked
     from multiprocessing import Process
 
     def work():
@@ -361,7 +361,7 @@ FORKED = """
     function = globals()[sys.argv[1]]
     pid = os.fork()
     if pid == 0:
-        server.finish_forked(bootstrap.run_function(lambda: (function, ()), box))
+        forked.finish(bootstrap.run_function(lambda: (function, ()), box))
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     from holdfast.process.workers.worker import read_blackbox
     found = read_blackbox(os.pread(box, 1 << 20, 0))
@@ -375,7 +375,7 @@ FORKED = """
 FORKED_BY_A_POOL = """
     import os, sys
     from concurrent.futures import ThreadPoolExecutor
-    from holdfast.process.spawner import bootstrap, server
+    from holdfast.process.spawner import bootstrap, forked
 
     def work():
         pool = ThreadPoolExecutor(1)
@@ -385,7 +385,7 @@ FORKED_BY_A_POOL = """
     def fork():
         pid = os.fork()
         if pid == 0:
-            server.finish_forked(bootstrap.run_function(lambda: (work, ()), os.memfd_create("box")))
+            forked.finish(bootstrap.run_function(lambda: (work, ()), os.memfd_create("box")))
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     with ThreadPoolExecutor(2) as pool:

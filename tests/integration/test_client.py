@@ -21,7 +21,7 @@ from holdfast.rendezvous.membership.model import PlaceLost
 from holdfast.rendezvous.settings import read
 from tests import support
 from tests.coordinators import Caller, CoordinatorProcess, coordinator, form, node
-from tests.nodes import Relay
+from tests.relay import Relay
 
 
 def keeps_its_place(made: CoordinatorHandler, for_s: float) -> bool:
@@ -131,7 +131,7 @@ def test_a_dial_is_given_up_when_the_coordinator_has_moved(tmp_path: Path) -> No
         try:
             form(a)
             locator.port = silent.getsockname()[1]
-            relay.cut()
+            relay.hang_up()
             connection, _ = silent.accept()
             began, locator.port = time.monotonic(), server.port
             assert locator.found is not None

@@ -25,17 +25,8 @@ from holdfast.rendezvous.membership.protocol import MAJOR
 from holdfast.rendezvous.settings import TlsFiles
 from tests import support
 from tests.certificates import Certificates, make_certificates
-from tests.coordinators import (
-    Caller,
-    CoordinatorProcess,
-    Peer,
-    Proxy,
-    coordinator,
-    coordinator_thread,
-    form,
-    listener,
-    node,
-)
+from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, coordinator_thread, form, listener, node
+from tests.relay import Relay
 
 TOKEN = b"open sesame, says the test"
 
@@ -294,12 +285,12 @@ def test_renewed_certificates_are_used(tmp_path: Path, certificates: Certificate
     renew(old)
     options = [part for pair in zip(("--tls-cert", "--tls-key", "--tls-ca"), mine, strict=True) for part in pair]
     files = dict(zip(("tls_cert", "tls_key", "tls_ca"), mine, strict=True))
-    with coordinator(tmp_path, *options) as process, contextlib.closing(Proxy(process.port)) as proxy:
+    with coordinator(tmp_path, *options) as process, contextlib.closing(Relay(process.port)) as proxy:
         with node(proxy.port, **files) as a:
             store = form(a)[0].found.store
             store.set("before", "")
             renew(new)
-            proxy.cut()
+            proxy.hang_up()
             store.set("after", "")
         with node(process.port, tls_ca=old[2], tls_cert=old[0], tls_key=old[1]) as b:
             assert "is not accepted" in refusal(b)

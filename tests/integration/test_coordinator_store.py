@@ -17,7 +17,8 @@ from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousConnectionError
 from holdfast.rendezvous.store import Store, StoreLostError, StoreTimeoutError
 from tests import support
-from tests.coordinators import Caller, CoordinatorProcess, Proxy, coordinator, form, node
+from tests.coordinators import Caller, CoordinatorProcess, coordinator, form, node
+from tests.relay import Relay
 
 SHORT = timedelta(seconds=0.1)
 
@@ -100,26 +101,26 @@ def test_synchronize_two_hundred_ranks_with_much_data(clients: list[Store]) -> N
 
 
 @pytest.fixture
-def proxy(server: CoordinatorProcess) -> Iterator[Proxy]:
-    proxy = Proxy(server.port)
+def proxy(server: CoordinatorProcess) -> Iterator[Relay]:
+    proxy = Relay(server.port)
     yield proxy
     proxy.close()
 
 
-def test_a_get_that_waits_survives_a_reconnect(server: CoordinatorProcess, proxy: Proxy) -> None:
+def test_a_get_that_waits_survives_a_reconnect(server: CoordinatorProcess, proxy: Relay) -> None:
     with node(proxy.port, "2") as a, node(server.port, "2") as b:
         first, second = form(a, b)
         waiting = Caller(first.found.store.get, "late")
         for _ in range(3):
             first.found.store.set("on its way", "")
-            proxy.cut()
+            proxy.hang_up()
             first.found.store.set("back again", "")
         second.found.store.set("late", "here")
         assert waiting.result() == b"here"
 
 
 def test_what_was_carried_out_before_the_answer_got_lost_is_not_carried_out_again(
-    server: CoordinatorProcess, proxy: Proxy
+    server: CoordinatorProcess, proxy: Relay
 ) -> None:
     with node(proxy.port, "2") as a, node(server.port, "2") as b:
         first, second = form(a, b)
@@ -130,12 +131,12 @@ def test_what_was_carried_out_before_the_answer_got_lost_is_not_carried_out_agai
             support.wait_until(lambda turn=turn: second.found.store.add("sum", 0) == turn, "it was added")
             assert adding.is_alive()
             proxy.is_deaf = False
-            proxy.cut()
+            proxy.hang_up()
             assert adding.result() == turn
         assert second.found.store.get("sum") == b"3"
 
 
-def test_while_nobody_answers_time_runs_out(server: CoordinatorProcess, proxy: Proxy) -> None:
+def test_while_nobody_answers_time_runs_out(server: CoordinatorProcess, proxy: Relay) -> None:
     with node(proxy.port, on_isolation="continue") as a:
         store = form(a)[0].found.store
         assert a._client is not None

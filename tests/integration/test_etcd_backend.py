@@ -40,9 +40,8 @@ from holdfast.rendezvous.settings import TlsFiles, read
 from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
-from tests.coordinators import Proxy
 from tests.guarded_etcd import etcd_with_tls
-from tests.nodes import Relay
+from tests.relay import Relay
 
 
 class Place:
@@ -325,7 +324,7 @@ def test_the_lease_of_a_coordinator_that_ended_during_an_outage_is_revoked_after
 
 def test_a_leader_key_whose_answer_was_lost_is_this_nodes(etcd: EtcdServer, place: Place) -> None:
     """The request is sent again, and finds the key that it has created."""
-    proxy = Proxy(etcd.get_port())
+    proxy = Relay(etcd.get_port())
     proxy.is_deaf = True
     locator = locator_of(place, f"127.0.0.1:{proxy.port},{place.endpoint}")
     mine = Leader("127.0.0.1", 1, "mine", 8)

@@ -34,8 +34,9 @@ from holdfast.rendezvous.settings import TlsFiles
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
-from tests.coordinators import Caller, Proxy, listener
+from tests.coordinators import Caller, listener
 from tests.guarded_etcd import ROOT, call, etcd_with_tls, etcd_with_users, leader_of
+from tests.relay import Relay
 
 LONG_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -179,7 +180,7 @@ def test_a_frozen_member(cluster: EtcdCluster) -> None:
 
 def test_a_transaction_is_sent_again_if_its_answer_is_lost(etcd: EtcdServer, etcd_gateway: Gateway) -> None:
     """It is carried out once, and the caller finds its own value."""
-    proxy = Proxy(etcd.get_port())
+    proxy = Relay(etcd.get_port())
     proxy.is_deaf = True
     with Gateway([f"127.0.0.1:{proxy.port}", etcd.get_endpoint()], request_timeout_s=2) as gateway:
         assert gateway.transact(is_missing(b"k"), [put(b"k", b"mine")], b"k") == (False, b"mine")

@@ -15,7 +15,8 @@ import pytest
 
 from holdfast.testing.etcd_server import EtcdServer
 from tests import nodes, support
-from tests.nodes import SHORT_S, Relay, Scene
+from tests.nodes import SHORT_S, Scene
+from tests.relay import Relay
 
 LONG_S = 60  # For a wait that the test says will not happen.
 
@@ -508,7 +509,7 @@ def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene
     scene.start("a", "2", "--max-restarts", "1", rank=0, **times)
     scene.start("b", "2", "--max-restarts", "1", port=relay.port, rank=1, is_host="false", **times)
     scene.await_world(2)
-    relay.cut()
+    relay.hang_up()
     pause_s = age(scene.lives()) + 5.0
     support.wait_until(lambda: is_past(scene, scene.lives(round=1), pause_s), "some time to pass")
     assert [life.events for life in scene.lives()] == [("start", "connected")] * 2

@@ -26,10 +26,10 @@ SECOND = timedelta(seconds=1)
 
 
 SERVE = """
-import sys
+import socket, sys
 from holdfast.process import torch_store
 vars(torch_store).update(eval(sys.argv[2]))
-torch_store.serve(int(sys.argv[1]), 1)
+torch_store.serve(socket.socket(fileno=int(sys.argv[1])), lambda line: print(line, flush=True))
 """
 
 

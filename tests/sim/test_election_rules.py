@@ -58,7 +58,7 @@ def test_a_lease_that_is_over_is_found_out_before_anything_is_answered() -> None
 
 def lease_with_place() -> NodeLease:
     lease = NodeLease(ON_ETCD)
-    lease.step(PlaceTaken(asked_at=0.0), 0.1)
+    lease.step(PlaceTaken(1, asked_at=0.0), 0.1)
     return lease
 
 

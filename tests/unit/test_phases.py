@@ -283,7 +283,6 @@ FORMING: dict[str, Script] = {
 
 TAKEN = "this node has rank {0} (--node-rank, or 0 if it was not given), and a has it already; give --node-rank {1}"
 NNODES = "--nnodes 2, this run has --nnodes {}"
-OUTDATED = Expel("a/1", "a newer incarnation of this node has joined")
 
 REFUSED: dict[str, Script] = {
     "settings differ": [
@@ -304,12 +303,6 @@ REFUSED: dict[str, Script] = {
         (1.0, TIME, progress("a", 3, 3, 29.0)),
         (25.0, joined("b", THREE, requested_rank=1), refused("b", TAKEN.format(1, 0), "a")),
         (25.1, joined("b", THREE, requested_rank=1), []),
-    ],
-    "the last words of an incarnation come after the first of the next": [
-        (0.0, joined("a/2", PAIR), []),
-        (0.0, joined("a/1", PAIR), [OUTDATED]),
-        (0.0, returned("a/1", PAIR), [OUTDATED]),
-        (0.0, joined("b", PAIR), sealed(1, "a/2 b")),
     ],
     "a rank that another has": [
         (0.0, joined("a", PAIR, requested_rank=0), []),

@@ -176,6 +176,13 @@ def test_a_newer_incarnation_expels_the_older_connection() -> None:
     assert (1, "") in ready.close
     assert feed(run, Received(1, Heartbeat(1))).send_now == []
     assert feed(run, Received(3, Heartbeat(1))).send_now != []
+    late = feed(run, opened(4, "a"), joined(4, "a"))
+    outdated = "a newer incarnation of this node has joined"
+    assert (late.send_after_persist, late.close) == (
+        [((4,), model.Expelled(outdated))],
+        [(4, f"is expelled: {outdated}")],
+    )
+    assert run.speaker(3) == "a/1"
 
 
 def test_what_was_said_on_an_older_connection_is_ignored() -> None:

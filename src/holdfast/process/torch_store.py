@@ -20,7 +20,6 @@ the first message; it is due within seconds.
 from __future__ import annotations
 
 import _socket
-import os
 import select
 import struct
 import time
@@ -511,21 +510,13 @@ class Server:
             self._say(line + (" (further lines of this kind are left out)" if self._lines == _LINES_AT_MOST else ""))
 
 
-def serve(listener_fd: int, lines_fd: int) -> NoReturn:
-    """Lines that the pipe has no room for are lost: nothing may hold the store up."""
+def serve(listener: _socket.socket, say: Callable[[str], None]) -> NoReturn:
+    """Each client needs a descriptor. The usual soft limit is for programs that use select."""
     import resource
 
-    os.set_blocking(lines_fd, False)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Each client needs a descriptor.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError):
         pass
-
-    def say(line: str) -> None:
-        try:
-            os.write(lines_fd, f"{line}\n".encode())
-        except OSError:
-            pass
-
-    Server(_socket.socket(fileno=listener_fd), say).run()
+    Server(listener, say).run()

@@ -155,7 +155,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             threading.Thread(target=self._begin, name="holdfast-client", daemon=True).start()
         elif self._client is not None:
             self._ask(self._client, failure)
-        elif self._error is not None:  # Else it is about to be told.
+        elif self._error is not None:  # Otherwise the error arrives through the mailbox.
             self._fail(self._error)
 
     def _begin(self) -> None:

@@ -292,8 +292,8 @@ def given_of(backend: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_alone(backend: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a node that meets no other node. It uses `rank`, `timeout`, `coordinator_port` and `agent_store`. Other
-    known settings are kept in scripts, so they only cause a warning."""
+    """The same for a node that meets no other node. It uses `rank`, `timeout`, `coordinator_port` and `agent_store`.
+    Other known settings are kept in scripts, so they only cause a warning."""
     if unknown := sorted(config.keys() - names_of(TABLE)):
         listed = ", ".join(map(repr, unknown))
         raise UserError(f"unknown rendezvous setting {listed} of backend {backend!r}")

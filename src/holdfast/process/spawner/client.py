@@ -102,11 +102,11 @@ class SpawnerLink:
     @classmethod
     def fork(cls, calls: Mapping[int, Call]) -> SpawnerLink:
         """A spawner that is a fork of this process and holds the functions that its workers will call."""
-        from holdfast.process.spawner import server
+        from holdfast.process.spawner import forked, server
 
         with starting:
             _ensure_standard_descriptors()
-            server.flush_streams()  # What is buffered here would be written once more by every forked process.
+            forked.flush_streams()  # What is buffered here would be written once more by every forked process.
             ours, theirs = channel_pair()
             token = os.urandom(8).hex()
             handlers = {number: signal.getsignal(number) for number in server.DEAF_TO}

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
+    from holdfast.process.spawner.store import RoundStore
     from holdfast.process.spawner.warm import Template, Wanted
     from holdfast.process.spawner.wire import Message
 
@@ -95,18 +96,6 @@ class _Worker:
         self.id, self.pid, self.mark, self.report_fd, self.cold = id_, pid, mark, report_fd, cold
 
 
-class _Store:
-    """Torch's store of one round. Until its first client connects there is no process: many programs need none."""
-
-    __slots__ = ("lines_fd", "listener_fd", "pid")
-
-    def __init__(self, listener_fd: int) -> None:
-        self.listener_fd, self.lines_fd, self.pid = listener_fd, -1, 0
-
-    def fds(self) -> list[int]:
-        return [fd for fd in (self.listener_fd, self.lines_fd) if fd >= 0]
-
-
 class Spawner:
     """The process's one loop. `calls` are the functions that a fork of the caller's process holds, `handlers` those of
     its signals."""
@@ -124,7 +113,7 @@ class Spawner:
         self._unburied: list[_Worker] = []
         self._template: Template | None = None
         self._forking: list[_Worker] = []  # Ordered from the template, their pids not known yet.
-        self._store: _Store | None = None
+        self._store: RoundStore | None = None
         self._reaped = 0
         self._sweep_deadline: float | None = None
         self._environment: dict[bytes, bytes] = {}
@@ -156,7 +145,8 @@ class Spawner:
                 break
             if self._wake_read in ready:
                 os.read(self._wake_read, 1 << 16)
-            self._hear_store(ready)
+            for line in self._store.hear(ready) if self._store is not None else ():
+                self._channel.send(("store", line))
             self._channel.flush()
             for worker in self._starting():
                 self._hear_start(worker)
@@ -207,9 +197,10 @@ class Spawner:
             case ("preload", *wanted):
                 self._preload(tuple(wanted), *fds)
             case ("store",):
+                from holdfast.process.spawner.store import RoundStore
+
                 self._drop_store()
-                self._store = _Store(*fds)
-                self._poller.register(self._store.listener_fd, select.POLLIN)
+                self._store = RoundStore(fds[0], self._poller, self._settle_store)
             case ("kill",):
                 self._drop_store()
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
@@ -343,60 +334,16 @@ class Spawner:
         else:
             self._drop_template()
 
-    # The store.
-
-    def _hear_store(self, ready: list[int]) -> None:
-        store = self._store
-        if store is None:
-            return
-        if store.listener_fd in ready:
-            self._fork_store(store)
-        if store.lines_fd in ready:
-            lines = os.read(store.lines_fd, 1 << 14).decode(errors="replace").splitlines()
-            for line in lines:
-                self._channel.send(("store", line))
-            if not lines:
-                self._drop_store()
-
-    def _fork_store(self, store: _Store) -> None:
-        self._poller.unregister(store.listener_fd)
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        try:
-            store.pid = os.fork()
-        except OSError as error:
-            os.close(read_fd)
-            self._channel.send(("store", f"the process of torch's store cannot be started: {error.strerror}"))
-        else:
-            if store.pid == 0:
-                self._serve_store(store.listener_fd, write_fd)
-            store.lines_fd = read_fd
-            self._poller.register(read_fd, select.POLLIN)
-        for fd in (write_fd, store.listener_fd):
-            os.close(fd)
-        store.listener_fd = -1
-
-    def _serve_store(self, listener_fd: int, lines_fd: int) -> NoReturn:
-        """In the process of the store. It ignores what the spawner ignores, and ends with it."""
-        try:
-            self._leave_home([])
-            signal.set_wakeup_fd(-1)
-            for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent):
-                os.close(fd)
-            from holdfast.process import torch_store
-
-            torch_store.serve(listener_fd, lines_fd)
-        except BaseException as error:
-            os.write(lines_fd, f"torch's store has failed: {type(error).__name__}: {error}\n".encode())
-        os._exit(1)
-
     def _drop_store(self) -> None:
-        store, self._store = self._store, None
-        if store is None:
-            return
-        if store.pid:
-            procfs.kill(store.pid)
-        for fd in store.fds():
-            self._poller.unregister(fd)
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _settle_store(self) -> None:
+        """In the process of torch's store. It ignores what the spawner ignores, and ends with it."""
+        self._leave_home([])
+        signal.set_wakeup_fd(-1)
+        for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent):
             os.close(fd)
 
     # In the worker.
@@ -445,7 +392,7 @@ class Spawner:
             signal.signal(number, signal.SIG_IGN if number in self._ignored else signal.SIG_DFL)
 
     def _call_function(self, id_: int, environment: dict[bytes, bytes], fds: dict[str, int]) -> NoReturn:
-        from holdfast.process.spawner import bootstrap
+        from holdfast.process.spawner import bootstrap, forked
 
         self._reset_signals()
         if signal.SIGINT not in self._ignored:
@@ -462,7 +409,7 @@ class Spawner:
             os.close(fd)
         peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
         call = self._calls[id_]
-        finish_forked(bootstrap.run_function(lambda: call, fds["HOLDFAST_BLACKBOX"], peers))
+        forked.finish(bootstrap.run_function(lambda: call, fds["HOLDFAST_BLACKBOX"], peers))
 
     # Ends.
 
@@ -562,36 +509,6 @@ def _pidfd(pid: int) -> tuple[int, ...]:
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """A handler must exist for the wake-up descriptor to be written."""
-
-
-def finish_forked(code: int) -> NoReturn:
-    """End a forked worker like multiprocessing does: exit handlers that it inherited belong to the parent."""
-    from holdfast.process.spawner import bootstrap
-
-    try:
-        if "threading" in sys.modules:
-            # A worker that was forked from a thread of a pool still counts as one of the pool's threads. Python joins
-            # those at the end, and a thread cannot join itself.
-            pool = sys.modules.get("concurrent.futures.thread")
-            getattr(pool, "_threads_queues", {}).pop(sys.modules["threading"].current_thread(), None)
-            sys.modules["threading"]._shutdown()
-        if "multiprocessing.util" in sys.modules:
-            # Wait for this process's own children, not for those that the parent had before the fork.
-            process: Any = sys.modules["multiprocessing.process"]
-            process._children = {each for each in process._children if each._parent_pid == os.getpid()}
-            sys.modules["multiprocessing.util"]._exit_function()
-    except BaseException as exc:
-        bootstrap.report(exc)
-    flush_streams()
-    os._exit(code)
-
-
-def flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:
-            pass
 
 
 def serve_forked(sock: _socket.socket, token: str, calls: dict[int, Call], handlers: dict[Any, Any]) -> NoReturn:

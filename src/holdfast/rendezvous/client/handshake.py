@@ -27,7 +27,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 14
 _HUNG_UP = (errno.ECONNRESET, "it closed the connection")
 
-Connection = tuple[socket.socket, frames.Frames, protocol.Welcome]
+OpenConnection = tuple[socket.socket, frames.Frames, protocol.Welcome]
 
 
 class TurnedAway(HoldfastError):  # noqa: N818
@@ -74,7 +74,7 @@ class Target:
     def address(self) -> tuple[str, int]:
         return (self.host, self.port)
 
-    def connect(self, node: protocol.Introduction) -> Connection:
+    def connect(self, node: protocol.Introduction) -> OpenConnection:
         """A connection on which both sides have proved themselves. Raises OSError or `TurnedAway`."""
         sock = self._open()
         try:

@@ -106,7 +106,7 @@ class Reachability:
         return Say(f"cannot reach {self.who}: {problem} ({tried}); this node tries {left}{advice}")
 
     def reached(self, now: float) -> Say | None:
-        """There is a connection. That is said if it was said before that there was none."""
+        """There is a connection. Log the recovery only if the outage was logged."""
         self._earlier, self._reached_at, self._continued = self.since, now, None
         self.since, self._obstacle, self._has_been_welcome = None, None, True
         if self._refusal:

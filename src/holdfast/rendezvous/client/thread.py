@@ -33,7 +33,7 @@ from holdfast.errors import HoldfastError, HostError
 from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
-from holdfast.rendezvous.client.handshake import Connection, Target, obstacle_of
+from holdfast.rendezvous.client.handshake import OpenConnection, Target, obstacle_of
 from holdfast.rendezvous.client.reachability import Reachability, Say
 from holdfast.rendezvous.coordination import Mailbox
 from holdfast.rendezvous.membership import model, node, node_lease, protocol
@@ -305,7 +305,7 @@ class Client:
         if self._sock is None and self._dial is None:
             self._move()  # Without the rest of the pause.
 
-    def _connected(self, dial: object, target: Target, connection: Connection) -> None:
+    def _connected(self, dial: object, target: Target, connection: OpenConnection) -> None:
         sock, frames, welcome = connection
         if dial is not self._dial:
             sock.close()

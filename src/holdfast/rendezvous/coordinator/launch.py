@@ -107,8 +107,8 @@ def detached(module: str) -> list[str]:
 def start_coordinator(
     sock: socket.socket, guard: socket.socket | BinaryIO, settings: NodeSettings, run_id: str, office: object = None
 ) -> None:
-    """Returns when it serves. What it says until then is the error if it does not come to that; later it has a log of
-    its own. It keeps the guard for as long as it lives. Both sockets are closed here as soon as it exists: if it died
+    """Returns when it serves. If it fails to start, its output is the error; once it serves it has a log of its own. It
+    keeps the guard for as long as it lives. Both sockets are closed here as soon as it exists: if it died
     while this process, frozen perhaps, still held them, no other could take its place."""
     from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired  # Only an agent that hosts one needs them.
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from holdfast.rendezvous.membership.model import MAX_SHAPES, NodeFacts, Settings, Stage, is_loopback
 
 _SILENT_HEARTBEATS = 2.5
-_FORGOTTEN_AFTER = 1024  # So many nodes that are gone are remembered, to know their late messages.
 
 
 @dataclass(slots=True)
@@ -52,7 +51,6 @@ class NodeTable(dict[str, Node]):
         self._claims: dict[int, set[str]] = {}  # Which keys requested which rank.
         self.shapes: Counter[tuple[str, int]] = Counter()
         self._incarnations: dict[str, int] = {}  # The newest of each node that is here.
-        self._gone: OrderedDict[str, int] = OrderedDict()  # The same of nodes that are gone, the newest last.
         self._arrivals = 0
 
     def most_silent(self) -> Node | None:
@@ -81,12 +79,6 @@ class NodeTable(dict[str, Node]):
         known = self._incarnations.get(facts.node_id)
         key = f"{facts.node_id}/{known}"
         return key if known is not None and known < facts.incarnation and key in self else None
-
-    def is_outdated(self, facts: NodeFacts) -> bool:
-        """Whether a newer incarnation of the node was here. Connections do not wait for each other, so the last
-        messages of an incarnation that was given up may arrive after the first of the next."""
-        newest = max(self._incarnations.get(facts.node_id, 0), self._gone.get(facts.node_id, 0))
-        return facts.incarnation < newest
 
     def add(self, facts: NodeFacts, stage: Stage, now: float, held_until: float = 0.0) -> Node:
         """A node that is known keeps its place in the order of arrival, and the time until which it is held."""
@@ -120,12 +112,8 @@ class NodeTable(dict[str, Node]):
         self.waiting.discard(key)
         self.held.pop(key, None)
         self._by_silence.pop(key, None)
-        node_id, incarnation = node.facts.node_id, node.facts.incarnation
-        if self._incarnations.get(node_id) == incarnation:
-            del self._incarnations[node_id]
-        self._gone[node_id] = max(incarnation, self._gone.pop(node_id, 0))
-        if len(self._gone) > _FORGOTTEN_AFTER:
-            self._gone.popitem(last=False)
+        if self._incarnations.get(node.facts.node_id) == node.facts.incarnation:
+            del self._incarnations[node.facts.node_id]
 
     def hear(self, key: str, now: float) -> None:
         node = self.get(key)

@@ -43,7 +43,6 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.failures.records import HANG, Failure
-from holdfast.frozen import changed
 from holdfast.rendezvous.membership import model, protocol, restart_policy
 from holdfast.rendezvous.membership.finished import FinishedRun, Linger, finished_in
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
@@ -97,7 +96,6 @@ class Membership:
         # `restarts_used` at the last seal. If the last round was judged, one restart may have been charged since.
         self.restarts_at_seal = max(0, past.restarts_used - past.is_round_over)
         self._losses = Losses(now, past)  # Restarts after lost nodes, and losses of each host.
-        self._is_without_store = past.is_without_store  # The program listens at the master port itself.
         self._has_lost_nodes = False  # Since this coordinator began: they may come back, even when the run has ended.
         self._linger = Linger()  # While ENDED: who has yet to hear of it.
         self.refusals: deque[tuple[float, str, str]] = deque(maxlen=_REFUSALS_KEPT)  # When, which node, why.
@@ -177,8 +175,6 @@ class Membership:
 
     def _take(self, key: str, message: protocol.FromNode, now: float) -> list[Command]:
         match message:
-            case Join(facts) | Return(facts) if self.nodes.is_outdated(facts):
-                return [Expel(facts.key, "a newer incarnation of this node has joined")]
             case Join(facts) | Return(facts) if problem := self._past.doubts(message, self.round):
                 return self._refuse(facts, problem, now)
             case Join(facts) | Return(facts) if self.finished.has(message):
@@ -491,7 +487,6 @@ class Membership:
         if decision is not None:
             self._formation.not_before = now + decision.delay_s
             self._budget.go_on(decision, now)
-            self._is_without_store |= decision.drops_store
         if cause is not None:
             self._past.note_end(self.round, cause.text, self.restarts_used)
         must_write = decision is not None and (decision.is_charged or decision.delay_s > 0 or decision.drops_store)
@@ -527,7 +522,7 @@ class Membership:
 
     def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
         members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
-        is_wanted = self._agreed.agent_store is not AgentStore.OFF and not self._is_without_store
+        is_wanted = self._agreed.agent_store is not AgentStore.OFF and not self._budget.is_without_store
         has_store = is_wanted and members[0].serves_store
         world = World.of(self.term, self.round + 1, members, self.restarts_used, has_store=has_store)
         self._begin(Round(world), is_ours=True)
@@ -554,7 +549,6 @@ class Membership:
         policy = self.settings.policy if self.settings else restart_policy.RestartPolicy()
         left_s, outcome = self._formation.backoff_left_s(now), self.outcome and self.outcome.in_brief()
         own = Memory(self.term, last_round=self.round, settings=self.settings, outcome=outcome, backoff_left_s=left_s)
-        own = changed(own, is_without_store=self._is_without_store)
         memory = self._budget.noted_in(self._past.noted_in(own, self.world), policy, now)
         return self._losses.noted_in(memory, policy, now)
 

@@ -37,7 +37,7 @@ MAX_QUERY_BYTES = 1 << 12
 MAX_ANSWER_BYTES = 1 << 19
 NONCE_BYTES = 32
 _TOLD_AT_MOST = 8
-# What a peer may claim that rounds and terms have reached. A coordinator that believes it still has as many to go.
+# What a peer may claim that rounds and terms have reached: half of the range, so that a coordinator can count on.
 HIGHEST_CLAIM = 1 << 52
 _HIGHEST_KEPT = HIGHEST_CLAIM + (1 << 51)  # In a memory.
 

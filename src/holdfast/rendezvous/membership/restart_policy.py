@@ -110,10 +110,13 @@ class Budget:
         self.best_step = best_step  # The highest of all rounds.
         self.fruitless = fruitless  # How many rounds in a row before the present one ended without new progress.
         self.has_advanced = False  # The present round has made some.
+        self.is_without_store = False  # The program listens at the master port itself (`Restart.drops_store`).
 
     @classmethod
     def of(cls, now: float, memory: Memory) -> Budget:
-        return cls(now, memory.restarts_used, memory.restart_ages_s, memory.best_step, memory.fruitless)
+        budget = cls(now, memory.restarts_used, memory.restart_ages_s, memory.best_step, memory.fruitless)
+        budget.is_without_store = memory.is_without_store
+        return budget
 
     def charge(self, now: float) -> None:
         self.used += 1
@@ -138,6 +141,7 @@ class Budget:
     def go_on(self, restart: Restart, now: float) -> None:
         """The same, with what the restart costs."""
         self.end_round()
+        self.is_without_store |= restart.drops_store
         if restart.is_charged:
             self.charge(now)
 
@@ -152,7 +156,7 @@ class Budget:
         window_s = policy.window_s
         ages_s = tuple(now - at for at in self._times if window_s is not None and now - at < window_s)
         own = {"restarts_used": self.used, "best_step": self.best_step, "fruitless": self.fruitless}
-        return changed(memory, restart_ages_s=ages_s, **own)
+        return changed(memory, restart_ages_s=ages_s, is_without_store=self.is_without_store, **own)
 
 
 def decide(

@@ -57,6 +57,7 @@ from holdfast.rendezvous.membership.protocol import (
 _DESERTED_S = 60.0
 _LONGEST_DESERTED_S = 300.0
 _REMEMBERED_NODES = 4096  # Of which no connection is open.
+_OUTDATED = "a newer incarnation of this node has joined"
 
 
 class Access(StrEnum):
@@ -279,6 +280,10 @@ class Run:
         if known is not None and (conn < known.conn or (known.secret and known.secret != peer.secret)):
             ready.close.append((conn, ""))
             return
+        if known is not None and facts.incarnation < int(known.key.rpartition("/")[2]):
+            ready.tell((conn,), model.Expelled(_OUTDATED))
+            ready.close.append((conn, f"is expelled: {_OUTDATED}"))
+            return
         before = self.speaker(conn)
         commands = self.membership.step(From(facts.key, message), now)
         if facts.key in self.membership.nodes and not _is_turned_away(facts.key, commands):
@@ -292,7 +297,7 @@ class Run:
         known = self._known.get(facts.node_id)
         if known is not None and known.conn != conn and known.conn in self._peers:
             if known.key != facts.key:
-                ready.tell((known.conn,), model.Expelled("a newer incarnation of this node has joined"))
+                ready.tell((known.conn,), model.Expelled(_OUTDATED))
             ready.close.append((known.conn, ""))
         peer.key = facts.key
         self._known[facts.node_id] = _Known(facts.key, conn, peer.secret)
