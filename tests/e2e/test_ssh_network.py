@@ -16,7 +16,8 @@ import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast, Running
-from tests.e2e.test_ssh import WORKER, agent_of, await_nothing
+from tests.e2e.test_ssh import WORKER, await_nothing
+from tests.engines import agent_of
 from tests.sshd import Hosts, hosts
 from tests.support import Mailbox
 

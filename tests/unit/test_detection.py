@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.cli import command_line, detection, run
 from holdfast.errors import UserError
-from tests.unit.test_engine_environment import BLAUNCH, OPEN_MPI, PBS, SLURM, with_
+from tests.unit.test_engine_detection import BLAUNCH, OPEN_MPI, PBS, SLURM, with_
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
 LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
 
-# Variables of engines; `hosts.environment` says what each means, and is imported only if one of them is there.
+# Variables of engines; `hosts.engine_detection` says what each means, and is imported only if one of them is there.
 ENGINE_VARIABLES = (
     "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK", "LSF_PM_TASKID",
     "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "JOB_COMPLETION_INDEX",
@@ -352,8 +352,7 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
         "min_nodes": min_nodes,
         "max_nodes": max_nodes,
         "nproc_per_node": determine_local_world_size(args.nproc_per_node),
-        "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        or getattr(args, "prefix_template", None),  # Of an agent that `--hosts` has started.
+        "log_line_prefix_template": os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         "restart_policy": RestartPolicy(args.max_restarts, **_given(args, "restart_policy")),
         "settings": _given(args, "settings"),
         **_rendezvous_fields(args, max_nodes),
@@ -441,9 +440,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if parsed.hosts is None and parsed.hostfile is None:
         run(parsed)
         return
-    from holdfast.cli import hosts
+    from holdfast.cli import run_by_ssh
 
-    hosts.run(parsed)
+    run_by_ssh.run(parsed)
 
 
 def command(args: Sequence[str] | None = None) -> int:
@@ -483,7 +482,8 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
         why = f"the run was closed: {escape.one_line(str(error))}" if isinstance(error, signals.RunClosed) else ""
         number, ranks = getattr(error, "sigval", 2), getattr(error, "killed_ranks", ())
         killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
-        console.write(f"{escape.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n")
+        text = f"{escape.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n"
+        _write_report(text, os.environ.get(REPORT_FILE_VARIABLE))
         return RUN_CLOSED if why else 128 + number
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         # The interpreter has no class of its own for it.
@@ -495,7 +495,10 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
     is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
     if is_usage or is_named or is_kind(error, RendezvousError):
         log.debug("where this comes from:", exc_info=error)
-        console.write_error(program, _words_of(error))
+        if path := os.environ.get(REPORT_FILE_VARIABLE):
+            _write_report(f"{program}: error: {escape.cut(escape.one_line(_words_of(error)))}\n", path)
+        else:
+            console.write_error(program, _words_of(error))
         return 2 if is_usage else 1
     import traceback
 
@@ -505,6 +508,7 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
 
 
 def _write_report(text: str, path: str | None) -> None:
+    """An engine shows the last words of its agents once for all nodes."""
     try:
         if path:
             with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.cli import run
-from holdfast.hosts import environment
-from holdfast.hosts.environment import Answer, Contradiction, Found, LeftAlone, expand, found, port_of
+from holdfast.hosts import engine_detection
+from holdfast.hosts.engine_detection import Answer, Contradiction, Found, LeftAlone, expand, found, port_of
 
 # As `srun -N2 --gpus-per-node=2` of Slurm 22.05 sets them, on the second node.
 SLURM = {
@@ -179,7 +179,7 @@ def test_contradictions_are_named(environ: dict[str, str], words: str) -> None:
 
 
 def test_the_cheap_look_knows_every_engine() -> None:
-    assert set(run.ENGINE_VARIABLES) == {mark for mark, _ in environment.ENGINES}
+    assert set(run.ENGINE_VARIABLES) == {mark for mark, _ in engine_detection.ENGINES}
 
 
 @pytest.mark.parametrize(
