@@ -58,7 +58,7 @@ def test_nodes_come_and_go(ray: Ray, cluster: Cluster) -> None:
         ray.done.touch()
         end = job.wait(DEADLINE_S)
         assert end.code == 0, str(end)
-        assert sorted(end.lines) == sorted([f"[{first}:0] done 0", f"[{second}:1] done 1"])
+        assert {line.split(":")[0] for line in end.lines} == {f"[{first}", f"[{second}"}
         assert survivors([*pids.values(), *last.values()]) == []
     finally:
         for name in filter(None, (first, second)):
@@ -107,7 +107,7 @@ def test_the_runtime_environment(ray: Ray) -> None:
     """)
     end = ended(ray, "--nnodes=2", '--runtime-env-json={"env_vars": {"GREETING": "hello"}}', script, "--lr")
     line = f"hello set() {ray.holdfast.directory} --lr"
-    assert sorted(end.lines) == [f"[127.77.0.1:0] {line}", f"[127.77.0.2:1] {line}"], str(end)
+    assert [each.partition("] ")[2] for each in end.lines] == [line] * 2, str(end)
 
 
 def test_the_commands_of_the_docs(ray: Ray, cluster: Cluster) -> None:

@@ -156,21 +156,6 @@ def test_without_srun_a_batch_script_has_one_node(slurm: Slurm) -> None:
     assert (ended.code, ended.lines) == (0, ["done 0"]), str(ended)
 
 
-def test_several_tasks_on_a_node_are_left_alone(slurm: Slurm) -> None:
-    ended = slurm.run("srun", "-N2", "--ntasks-per-node=2", "holdfast", "run", *slurm.job("work"))
-    assert (ended.code, ended.lines) == (0, ["done 0"] * 4), str(ended)
-    [line] = [line for line in ended.own if "each runs by itself" in line]
-    assert "has 4 tasks on 2 nodes" in line
-    assert "--ntasks-per-node=1" in line
-
-
-def test_contradicting_variables_are_refused(slurm: Slurm) -> None:
-    ended = slurm.run("srun", "-N2", "env", "SLURM_STEP_NUM_NODES=3", "holdfast", "run", *slurm.job("work"))
-    assert ended.code == 2, str(ended)
-    assert "contradict each other: SLURM_STEP_NUM_NODES=3, but SLURM_STEP_NODELIST=node[1-2] has 2" in ended.err
-    assert slurm.mailbox.rest() == []
-
-
 def test_a_step_whose_agent_was_killed_can_end(slurm: Slurm) -> None:
     """A run of a fixed size cannot go on without a node; srun --wait ends the others."""
     step = slurm.start("srun", "-N2", "--wait=1", "holdfast", "run", *slurm.job("wait"))

@@ -140,13 +140,6 @@ def test_two_hosts_are_one_run(cluster: Cluster) -> None:
     assert not [line for line in ended.own if "no token" in line]
 
 
-def test_a_hostfile_and_a_host_alone(cluster: Cluster) -> None:
-    (cluster.holdfast.directory / "hosts").write_text("# one\nnode2 slots=2\n")
-    ended = cluster.run("--hostfile", "hosts", cluster.holdfast.script("import os; print(os.environ['WORLD_SIZE'])"))
-    assert ended.code == 0, ended
-    assert sorted(ended.lines) == ["[node2:0] 2", "[node2:1] 2"]
-
-
 def test_a_host_beyond_the_number_of_nodes_stands_by(cluster: Cluster) -> None:
     """The job runs once, however short it is."""
     ended = cluster.run("--hosts=node1,node2", "--nnodes=1", cluster.holdfast.script("print('work')"))
@@ -183,12 +176,6 @@ def test_a_host_that_takes_longer_than_the_others_wait_goes_on(cluster: Cluster,
     assert (ended.code, ended.lines) == (0, ["[node1:0] done", "[node2:1] done"]), ended
 
 
-def test_the_exit_code_of_a_run_without_progress(cluster: Cluster) -> None:
-    script = cluster.holdfast.script("raise SystemExit(3)")
-    ended = cluster.run("--hosts=node1,node2", "--max-restarts=3", "--no-progress-limit=1", script)
-    assert ended.code == 93, ended
-
-
 def test_a_terminal_shows_the_same_line_of_all_hosts_once(cluster: Cluster) -> None:
     script = cluster.holdfast.script("""
         import os, time
@@ -207,15 +194,6 @@ def test_a_terminal_shows_the_same_line_of_all_hosts_once(cluster: Cluster) -> N
 def test_lines_without_prefix(cluster: Cluster) -> None:
     ended = cluster.run("--hosts=node1,node2", "--prefix=never", cluster.holdfast.script("print('bare')"))
     assert (ended.code, ended.lines) == (0, ["bare", "bare"])
-
-
-def test_static_nodes_and_a_place_of_the_users_choice(cluster: Cluster) -> None:
-    script = cluster.holdfast.script("import os; print(os.environ['MASTER_PORT'])")
-    port = support.free_port()
-    ended = cluster.run("--hosts=node1,node2", "--master-addr=127.0.0.1", f"--master-port={port}", script)
-    assert (ended.code, ended.lines.count(f"[node1:0] {port}"), len(ended.lines)) == (0, 1, 2), ended
-    ended = cluster.run("--hosts=node1,node2", f"--rdzv-endpoint=127.0.0.1:{support.free_port()}", script)
-    assert (ended.code, len(ended.lines)) == (0, 2), ended
 
 
 # What the hosts are given.

@@ -15,6 +15,7 @@ from holdfast.cli.job import job_of
 from holdfast.cli.options import HOSTS, OPTIONS
 from holdfast.errors import UserError
 from holdfast.frozen import changed
+from holdfast.hosts.job import JobSpec
 from holdfast.hosts.own_lines import counted
 from holdfast.hosts.ssh import copying, host_list
 from holdfast.hosts.ssh import run as ssh
@@ -61,17 +62,12 @@ def run(args: Any) -> None:
         job = changed(job, program=(script, *args.training_script_args))
     os.environ[SIGNALS_VARIABLE] = args.signals_to_handle
 
-    def engine_options(number: int, endpoint: str) -> list[str]:
-        rank = number if number < job.max_nodes else None
-        slots = hosts[number].slots
-        workers = [] if slots is None else [f"--nproc-per-node={slots}"]
-        return [*_meeting(args, backend, rank, endpoint), *workers, *job.prefix_options]
-
     ssh.run(
         ssh.HostsJob(
             job=job,
             hosts=hosts,
-            engine_options=engine_options,
+            options=tuple(_options_of(args, job, backend, number, host) for number, host in enumerate(hosts)),
+            place_options=(f"--rdzv-conf={','.join(filter(None, [_OWN_CONFIG, args.rdzv_conf]))}",),
             needs_place=backend in _AT_COORDINATOR and not place,
             place=place,
             token=os.environ.get("HOLDFAST_TOKEN", "").strip() or keys.made_token(os.urandom(32)),
@@ -168,16 +164,16 @@ def _place(args: Any, backend: str, max_nodes: int) -> str:
     return endpoints.parse_rendezvous_endpoint(args.rdzv_endpoint.partition(",")[0].rpartition("://")[2], 0)[0]
 
 
-def _meeting(args: Any, backend: str, rank: int | None, endpoint: str) -> list[str]:
-    """`endpoint` is where the nodes meet if this command says it. A host without a rank stands by."""
+def _options_of(args: Any, job: JobSpec, backend: str, number: int, host: host_list.Host) -> tuple[str, ...]:
+    """Those of one host. A host beyond the largest number of nodes stands by, without a rank."""
     words = [f"--rdzv-backend={backend}"] if backend else []
-    if endpoint or args.rdzv_endpoint:
-        words.append(f"--rdzv-endpoint={endpoint or args.rdzv_endpoint}")
-    if endpoint:
-        words.append(f"--rdzv-conf={','.join(filter(None, [_OWN_CONFIG, args.rdzv_conf]))}")
-    if backend in local.DEFAULT_PORTS and rank is not None:
-        words.append(f"--node-rank={rank}")
-    return words
+    if args.rdzv_endpoint:
+        words.append(f"--rdzv-endpoint={args.rdzv_endpoint}")
+    if backend in local.DEFAULT_PORTS and number < job.max_nodes:
+        words.append(f"--node-rank={number}")
+    if host.slots is not None:
+        words.append(f"--nproc-per-node={host.slots}")
+    return (*words, *job.prefix_options)
 
 
 def _archive(args: Any, directory: str, host_count: int) -> copying.Archive | None:

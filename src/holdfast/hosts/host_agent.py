@@ -134,8 +134,9 @@ class HostAgent:
         self._lease.renew()
 
     def pass_on(self, number: int) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
+        if self._process is None:
+            os._exit(1)  # The agent must not start later.
+        self._process.send_signal(number)
 
     def abandon(self) -> None:
         """What the agent still writes is dropped: it must not wait for a caller that is gone."""

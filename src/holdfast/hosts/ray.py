@@ -301,11 +301,11 @@ class _Run:
         match command:
             case Prepare(host):
                 self._prepare(host)
-            case Start(node_id):
-                host, actor = self._hosts[node_id], self._actors[node_id]
-                self._ask(host, actor, "start", self._order(host), then=self._started)
+            case Start(node_id) if node_id in self._actors:  # Else its loss is about to be told.
+                host = self._hosts[node_id]
+                self._ask(host, self._actors[node_id], "start", self._order(host), then=self._started)
             case Forward(number, node_ids):
-                for node_id in node_ids:
+                for node_id in [each for each in node_ids if each in self._actors]:
                     self._actors[node_id].pass_on.remote(int(number))
             case Cut(node_id):
                 self._cut(node_id)

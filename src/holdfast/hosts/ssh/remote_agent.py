@@ -81,8 +81,10 @@ class _Remote:
 
     def _run_agent(self, copy: copying.Copy | None) -> messages.End:
         order, directory = self._order, self._order.directory
-        if copy is not None:
-            with copying.receive(self._read_archive, order.archive_bytes or 0) as archive:
+        archive = None if copy is None else copying.receive(self._read_archive, order.archive_bytes or 0)
+        threading.Thread(target=self._listen, name="holdfast-control", daemon=True).start()
+        if copy is not None and archive is not None:
+            with archive:
                 copy.unpack(archive)
             directory = copy.directory
         try:
@@ -91,7 +93,6 @@ class _Remote:
             remedy = "start the command in a directory that all hosts have, or use --copy directory"
             raise UserError(f"cannot use the working directory {directory!r}: {error.strerror}; {remedy}") from None
         self._agent.start(AgentOrder(order.arguments, directory, order.environment, order.grace_s))
-        threading.Thread(target=self._listen, name="holdfast-control", daemon=True).start()
         fetched, is_last = 0, False
         while not is_last:
             _, batch, is_last = self._agent.read(fetched)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import assert_never
@@ -47,19 +47,24 @@ class HostsFailed(HoldfastError):  # noqa: N818
 
 @frozen
 class HostsJob:
-    """`job` on these hosts. `engine_options` gives the options of `holdfast run` for one host, by its number and the
-    endpoint at which the nodes meet. `needs_place`: this command has to say where; else that endpoint is empty, and
-    `place` is the host that the user has chosen for it."""
+    """`job` on these hosts, with options of `holdfast run` for each. `needs_place`: the nodes meet at one of the hosts,
+    and all get `place_options`, too; else `place` is where the user lets them meet."""
 
     job: JobSpec
     hosts: tuple[Host, ...]
-    engine_options: Callable[[int, str], Sequence[str]]
+    options: tuple[tuple[str, ...], ...]
+    place_options: tuple[str, ...]
     needs_place: bool
     place: str
     token: str
     ssh: tuple[str, ...]
     host_timeout_s: float
     archive: Archive | None = None
+
+    def arguments(self, number: int, endpoint: str) -> list[str]:
+        """Those of `holdfast` for one host. `endpoint` is where the nodes meet, if that is at one of the hosts."""
+        meeting = (f"--rdzv-endpoint={endpoint}", *self.place_options) if endpoint else ()
+        return self.job.agent_arguments(*self.options[number], *meeting)
 
 
 def run(hosts_job: HostsJob) -> None:
@@ -244,11 +249,11 @@ class _HostsRun:
 
     def _start(self, name: str) -> None:
         job, archive, connection = self._job.job, self._job.archive, self._connections[name]
-        options = self._job.engine_options(self._numbers[name], self._endpoint)
         own = {"HOLDFAST_TOKEN": self._job.token, own_lines.PREFIX_VARIABLE: own_lines.prefix_template(name)}
         place = messages.Place(self._endpoint, job.run_id, job_coordinator.secret_settings(job))
+        arguments = tuple(self._job.arguments(self._numbers[name], self._endpoint))
         order = messages.Order(
-            tuple(job.agent_arguments(*options)), job.directory, {**own, **dict(job.environment)}, job.grace_s,
+            arguments, job.directory, {**own, **dict(job.environment)}, job.grace_s,
             place if name == self._meets_at else None, None if archive is None else archive.size,
         )  # fmt: skip
         connection.begin()
