@@ -16,13 +16,13 @@ import psutil
 
 from tests import ray_cluster, slurm_cluster, support
 from tests.e2e.command import COMMAND, Ended, Holdfast, Running
-from tests.sshd import hosts
+from tests.sshd import Hosts, hosts
 from tests.support import Mailbox
 
 DEADLINE_S = 4 * support.DEADLINE_S
 
-# It tells its world, rank and pid, and the signals that it gets. It may print many lines or lines without end, fail in
-# one rank, always or in the first round, or wait until the file `done` is there.
+# It tells its world, rank and pid, and the signals that it gets, which it may ignore. It may print many lines or lines
+# without end, fail in one rank, always or in the first round, or wait until the file `done` is there.
 WORKER = """
     import os, signal, sys, time
 
@@ -36,7 +36,8 @@ WORKER = """
 
     def stop(number, frame):
         tell("signal", signal.Signals(number).name)
-        sys.exit(0)
+        if "ignore" not in what:
+            sys.exit(0)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
@@ -74,7 +75,11 @@ class Engine:
 
     def start(self, *args: str, **options: Any) -> Running:
         """A command that takes the options of `holdfast run`."""
-        return self.holdfast.start(*args, command=self.command, env=self.env, **options)
+        env = {**self.env, **options.pop("env", {})}
+        return self.holdfast.start(*args, command=self.command, env=env, **options)
+
+    def run(self, *args: str, **options: Any) -> Ended:
+        return self.ended(self.start(*args, **options))
 
     def work(self, *what: str, options: tuple[str, ...] = ("--nnodes=2",), **others: Any) -> Running:
         return self.start(*options, "job.py", str(self.mailbox), str(self.done), *what, **others)
@@ -101,10 +106,9 @@ class Engine:
 
     def end_coordinator(self) -> None:
         """One that an agent has started ends a minute after its last node, if nothing has closed the run."""
-        for pid in support.marked(self.holdfast.mark):
+        for pid in filter(is_coordinator, support.marked(self.holdfast.mark)):
             with contextlib.suppress(psutil.Error):
-                if "holdfast.rendezvous.coordinator.process" in psutil.Process(pid).cmdline():
-                    psutil.Process(pid).terminate()
+                psutil.Process(pid).terminate()
 
     def passed_on(self, signal_name: str) -> str:
         """The signal that workers get when the command gets this one."""
@@ -113,6 +117,17 @@ class Engine:
 
 class Ssh(Engine):
     name = "ssh"
+    servers: Hosts
+
+    def await_nothing(self, running: Running) -> None:
+        """For a command that was killed: its agents end by themselves."""
+        running.process.wait()
+        support.wait_until(lambda: not self.agents_left(), "all agents and workers end")
+        self.end_coordinator()
+        support.wait_until(lambda: not running.left(), "nothing is left")
+
+    def agents_left(self) -> list[int]:
+        return [pid for pid in support.marked(self.holdfast.mark) if not is_coordinator(pid)]
 
 
 class Ray(Engine):
@@ -153,6 +168,7 @@ class Engines:
                 for number in (1, 2):
                     servers.add(f"node{number}", f"127.0.0.{number}")
                 ssh = Ssh(*about)
+                ssh.servers = servers
                 ssh.command = (
                     COMMAND,
                     "run",
@@ -180,3 +196,11 @@ class Engines:
 
 def agent_of(worker_pid: int) -> int:
     return psutil.Process(support.spawner_of(worker_pid)).ppid()
+
+
+def is_coordinator(pid: int) -> bool:
+    """Whether it is one that an agent has started. One that has just ended is none."""
+    try:
+        return "holdfast.rendezvous.coordinator.process" in " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False

@@ -32,7 +32,7 @@ _HOSTFILE_BYTES = 1 << 20
 _LONGEST_TIMEOUT_S = 86400.0  # The waits of ssh and of the system have limits, too.
 # Options that each agent gets as this command settles them.
 _SETTLED = {"rdzv_backend", "rdzv_endpoint"}
-# For nodes that meet at one of the hosts. If that host is lost no other takes its place: it is of no use to wait long.
+# For nodes that meet at one of the hosts. If that host is lost, no other takes its place, so agents do not wait long.
 _OWN_CONFIG = "outage_timeout=60"
 _AT_COORDINATOR = ("tcp", "c10d")
 _ONE_HOST_ONLY = ("standalone", "node_rank", "local_addr")

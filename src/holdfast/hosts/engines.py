@@ -43,7 +43,7 @@ class EngineOption:
 
 class Engine:
     """`settings` has the values of `options` by their names (`--time-limit` is `time_limit`), and for `submit` also
-    `detach`. Errors are `UserError` (wrong input) or `HostError` (the engine does not play along), with one line.
+    `detach`. Errors are `UserError` (wrong input) or `HostError` (the engine fails), with one line.
 
     `decides` are the options of `holdfast run` that the engine settles itself, so that a user must not give them.
     """

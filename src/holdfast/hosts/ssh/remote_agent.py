@@ -139,4 +139,4 @@ class _Remote:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv[1], float(sys.argv[2])))
+    os._exit(serve(sys.argv[1], float(sys.argv[2])))  # At once: nothing is to be tidied up.
