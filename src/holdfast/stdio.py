@@ -30,7 +30,6 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import TextIO
 
 _PIECE_BYTES = select.PIPE_BUF  # To this size the kernel writes a text to a pipe in one piece, or not at all.
@@ -40,15 +39,6 @@ _AGAIN = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # How the fil
 
 _unfinished: set[tuple[int, int]] = set()
 """The files behind consoles that stand in the middle of a line. stdout and stderr are one file as a rule."""
-
-
-_pieces_of: Callable[[str], list[str]] | None = None
-
-
-def write_as(pieces_of: Callable[[str], list[str]] | None) -> None:
-    """Write each text in these pieces from now on, so that its reader can tell it from the output of workers."""
-    global _pieces_of
-    _pieces_of = pieces_of
 
 
 def note_written(fd: int, data: bytes | memoryview) -> None:
@@ -74,7 +64,6 @@ def file_behind(fd: int) -> tuple[int, int]:
 def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> OSError | None:
     """Write the text now if the stream takes it at once, else as soon as it does. `may_drop`: it is one of many.
     Returns an error that came at once, as that of a full disk."""
-    problem: OSError | None = None
     if stream is None:
         return None
     try:
@@ -85,11 +74,8 @@ def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> OSError
     except ValueError:  # Closed.
         pass
     else:
-        pieces = [text] if _pieces_of is None else _pieces_of(text)
-        for piece in pieces:
-            data = piece.encode(stream.encoding or "utf-8", "backslashreplace")
-            problem = _queue.put(stream, fd, data, may_drop and len(pieces) == 1) or problem
-    return problem
+        return _queue.put(stream, fd, text.encode(stream.encoding or "utf-8", "backslashreplace"), may_drop)
+    return None
 
 
 class _Text:

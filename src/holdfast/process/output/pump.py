@@ -187,11 +187,6 @@ class Pump:
         """Whether the console blocks, and with it all streams. One that is only busy takes each piece at once."""
         return self._busy_with is not None and time.monotonic() - self._moved_at >= _BLOCKED_AFTER_S
 
-    def abandon_blocked(self) -> None:
-        """Write no more to a console that blocks, so that the streams are read on. Their output is lost there."""
-        if self.is_blocked:
-            self._replace_thread()
-
     def pass_on_size(self) -> None:
         """The terminal has a new size."""
         self._has_new_size = True
