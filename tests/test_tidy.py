@@ -15,6 +15,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 # Who may import whom. A layer may import itself and what stands to its right of the arrow.
 _BASE = {
+    "die_with_parent",
     "errors",
     "escape",
     "frozen",
@@ -34,7 +35,7 @@ LAYERS = {
     "cli": {"observe", "hosts", "launcher", "agent"} | _BELOW_AGENT,
     "observe": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: the questions to a run (cli/runs.py)
     "hosts": {"launcher", "agent"} | _BELOW_AGENT,
-    "testing": {"hosts", "rendezvous"} | _BASE,
+    "testing": {"rendezvous"} | _BASE,
     "launcher": {"agent"} | _BELOW_AGENT,
     "agent": _BELOW_AGENT,
     "rendezvous": {"failures", "telemetry"} | _BASE,
@@ -49,7 +50,20 @@ LAYERS = {
     "log": {"log_lines"},
     "log_lines": {"escape", "stdio"},
     **{
-        name: set() for name in ("errors", "escape", "frozen", "lazy", "procfs", "progress_board", "text", "wire_types")
+        name: set()
+        for name in (
+            *(
+                "die_with_parent",
+                "errors",
+                "escape",
+                "frozen",
+                "lazy",
+                "procfs",
+                "progress_board",
+                "text",
+                "wire_types",
+            ),
+        )
     },
     # The package itself resolves names for its users, and the entry point starts the command line.
     "__init__": {"lazy", "launcher", "process", "progress_board", "signals"},
@@ -66,8 +80,8 @@ _PURE = {
     "cli/checks": "findings",
     "failures": "cause records report",
     "hangs": "compare policy",
-    "hosts": "environment job kubernetes placement",
-    "hosts/ssh": "command host_list launch messages output",
+    "hosts": "agent_fleet engine_detection host_lines job kubernetes own_lines",
+    "hosts/ssh": "command host_list messages",
     "process/output": "folding lines terminal",
     "process/workers": "ladder",
     "rendezvous/client": "reachability",

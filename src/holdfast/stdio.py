@@ -30,7 +30,6 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import TextIO
 
 from holdfast.text import plural
@@ -42,15 +41,6 @@ _AGAIN = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # How the fil
 
 _unfinished: set[tuple[int, int]] = set()
 """The files behind consoles that stand in the middle of a line. stdout and stderr are one file as a rule."""
-
-
-_pieces_of: Callable[[str], list[str]] | None = None
-
-
-def write_as(pieces_of: Callable[[str], list[str]] | None) -> None:
-    """Write each text in these pieces from now on, so that its reader can tell it from the output of workers."""
-    global _pieces_of
-    _pieces_of = pieces_of
 
 
 def note_written(fd: int, data: bytes | memoryview) -> None:
@@ -76,18 +66,13 @@ def file_behind(fd: int) -> tuple[int, int]:
 def write(stream: TextIO | None, text: str, *, may_drop: bool = True) -> OSError | None:
     """Write the text now if the stream takes it at once, else as soon as it does. `may_drop`: it is one of many.
     Returns an error that came at once, as that of a full disk."""
-    problem: OSError | None = None
     if stream is None:
         return None
     if (fd := _descriptor_of(stream)) is None:
         with contextlib.suppress(OSError, ValueError):
             stream.write(text)
         return None
-    pieces = [text] if _pieces_of is None else _pieces_of(text)
-    for piece in pieces:
-        data = piece.encode(stream.encoding or "utf-8", "backslashreplace")
-        problem = _queue.put(stream, fd, data, may_drop and len(pieces) == 1) or problem
-    return problem
+    return _queue.put(stream, fd, text.encode(stream.encoding or "utf-8", "backslashreplace"), may_drop)
 
 
 def _descriptor_of(stream: TextIO) -> int | None:

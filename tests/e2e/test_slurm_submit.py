@@ -1,4 +1,4 @@
-"""`holdfast submit --on slurm` when Slurm's commands are slow or die: commands of the test's own stand in for them.
+"""`holdfast submit slurm` when Slurm's commands are slow or die: commands of the test's own stand in for them.
 
 `sbatch` waits for the file `submit` before it prints the id of the job, and for `end` before it ends.
 """
@@ -62,7 +62,7 @@ def submit(holdfast: Holdfast, tmp_path: Path) -> Submit:
     path = f"{commands}:{os.environ['PATH']}"
 
     def start(**options: Any) -> Running:
-        return holdfast.start("--on=slurm", "job.py", command=(COMMAND, "submit"), env={"PATH": path}, **options)
+        return holdfast.start("slurm", "job.py", command=(COMMAND, "submit"), env={"PATH": path}, **options)
 
     return start
 
@@ -105,20 +105,6 @@ def test_a_second_interrupt_does_not_wait_for_the_submission(holdfast: Holdfast,
     assert (ended.code, ended.last) == (130, "holdfast: stopped by SIGINT")
 
 
-def test_a_console_that_is_not_read_holds_up_no_signal(holdfast: Holdfast, submit: Submit) -> None:
-    (holdfast.directory / "out").write_bytes(b"x" * (1 << 20))
-    read, write = os.pipe()
-    try:
-        job = running(holdfast, submit, stdout=write)
-        support.fill(write)
-        job.send(signal.SIGTERM)
-        assert job.wait().code == 143
-    finally:
-        os.close(read)
-        os.close(write)
-    assert (holdfast.directory / "cancelled").exists()
-
-
 def test_a_console_without_room_does_not_end_the_wait(holdfast: Holdfast, submit: Submit) -> None:
     (holdfast.directory / "out").write_text("output\n")
     with open("/dev/full", "wb") as full:
@@ -138,14 +124,3 @@ def test_an_sbatch_that_is_killed_is_one_line(holdfast: Holdfast, submit: Submit
         1, "holdfast submit: error: sbatch, which waits for the end of Slurm job 7, was killed; if the job goes on, "
         "`scancel 7` ends it",
     )  # fmt: skip
-
-
-def test_the_agents_wait_for_each_other_because_srun_does_not(holdfast: Holdfast) -> None:
-    """`srun --wait` ends the others when one has succeeded, too."""
-    rendered = holdfast.run("slurm", "--nnodes=2", "job.py", command=(COMMAND, "render")).out
-    assert " --wait=60 " in rendered
-    assert " --exit-barrier-timeout=20d " in rendered
-    rendered = holdfast.run(
-        "slurm", "--nnodes=2", "--exit-barrier-timeout=1m", "job.py", command=(COMMAND, "render")
-    ).out
-    assert " --wait" not in rendered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -11,110 +10,28 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests import support
-from tests.e2e.command import COMMAND, Ended, Holdfast, Running
+from tests.e2e.command import COMMAND, Holdfast, Running
 from tests.e2e.terminal import terminal
-from tests.sshd import Hosts, hosts
+from tests.engines import Engines, Ssh, agent_of
 from tests.support import Mailbox
-
-# Tells of itself, and then does what it was asked for: wait, ignore signals, wait in a world of two (then for a file),
-# or fail in one rank.
-WORKER = """
-    import os, signal, sys, time
-
-    box, what = sys.argv[1], sys.argv[2]
-
-    def tell(text):
-        with open(box, "w") as file:
-            file.write(text + "\\n")
-
-    def handle(number, frame):
-        tell(f"got {signal.Signals(number).name}")
-        if what != "ignore":
-            sys.exit(0)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, handle)
-    tell(f"{os.environ['RANK']} {os.getpid()}")
-    print("the same line")
-    print("on stderr", file=sys.stderr)
-    is_pair = os.environ["WORLD_SIZE"] == "2"
-    while what in ("wait", "ignore") or (what.startswith("pair") and (is_pair or not os.path.exists(what[5:] or "/"))):
-        time.sleep(0.05)
-    if what == "fail" and os.environ["RANK"] == "1":
-        raise RuntimeError("the disk is on fire")
-"""
-ENDS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-
-
-class Cluster:
-    """The command and its hosts."""
-
-    def __init__(self, holdfast: Holdfast, servers: Hosts) -> None:
-        self.holdfast, self.servers = holdfast, servers
-
-    def start(self, *args: str, **options: Any) -> Running:
-        return self.holdfast.start("--ssh", self.servers.ssh, *args, **options)
-
-    def run(self, *args: str, **options: Any) -> Ended:
-        return self.start(*args, **options).wait()
-
-    def workers(self, mailbox: Mailbox, *args: str, count: int = 2, what: str = "wait", **options: Any) -> Running:
-        """Started, with their pids by rank in `pids`."""
-        running = self.start(*args, self.holdfast.script(WORKER), str(mailbox), what, **options)
-        self.pids = self.take_pids(mailbox, count)
-        return running
-
-    def take_pids(self, mailbox: Mailbox, count: int) -> dict[int, int]:
-        words = [message.split() for message in mailbox.take(count)]
-        return {int(rank): int(pid) for rank, pid in words}
 
 
 @pytest.fixture
-def cluster(holdfast: Holdfast, tmp_path: Path) -> Iterator[Cluster]:
-    settings = {name: holdfast.environment()[name] for name in ("TMPDIR", support.TEST_MARK)}
-    settings["HOME"] = str(tmp_path)  # Without what the user's shell does first.
-    with hosts(tmp_path / "ssh", settings) as servers:
-        for number in (1, 2):
-            servers.add(f"node{number}", f"127.0.0.{number}")
-        yield Cluster(holdfast, servers)
-
-
-def agent_of(worker_pid: int) -> int:
-    return psutil.Process(support.spawner_of(worker_pid)).ppid()
+def cluster(holdfast: Holdfast, mailbox: Mailbox, tmp_path: Path) -> Iterator[Ssh]:
+    with Engines().engine("ssh", holdfast, mailbox, tmp_path) as made:
+        assert isinstance(made, Ssh)
+        yield made
 
 
 def ssh_of(running: Running, host: str) -> int:
     """The process that keeps the connection to that host."""
     [found] = [each.pid for each in psutil.Process(running.pid).children() if host in each.cmdline()]
     return found
-
-
-def await_nothing(holdfast: Holdfast) -> None:
-    """For a command that was killed: its agents end by themselves. A coordinator without nodes would in a minute."""
-    support.wait_until(lambda: len(processes(holdfast)) == len(coordinators(holdfast)), "all agents and workers end")
-    for pid in coordinators(holdfast):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    support.wait_until(lambda: not processes(holdfast), "nothing is left")
-
-
-def processes(holdfast: Holdfast) -> dict[int, bytes]:
-    """Those of the test, with their command lines."""
-    found = {}
-    for pid in support.marked(holdfast.environment()[support.TEST_MARK]):
-        with contextlib.suppress(OSError):  # It has just ended.
-            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return found
-
-
-def coordinators(holdfast: Holdfast) -> list[int]:
-    return [pid for pid, line in processes(holdfast).items() if b"holdfast.rendezvous.coordinator.process" in line]
 
 
 def test_without_a_server(holdfast: Holdfast) -> None:
@@ -129,7 +46,7 @@ def test_without_a_server(holdfast: Holdfast) -> None:
 # The run.
 
 
-def test_two_hosts_are_one_run(cluster: Cluster) -> None:
+def test_two_hosts_are_one_run(cluster: Ssh) -> None:
     script = cluster.holdfast.script("""
         import os
         names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
@@ -147,33 +64,31 @@ def test_two_hosts_are_one_run(cluster: Cluster) -> None:
     assert not [line for line in ended.own if "no token" in line]
 
 
-def test_a_hostfile_and_a_host_alone(cluster: Cluster) -> None:
-    (cluster.holdfast.directory / "hosts").write_text("# one\nnode2 slots=2\n")
-    ended = cluster.run("--hostfile", "hosts", cluster.holdfast.script("import os; print(os.environ['WORLD_SIZE'])"))
-    assert ended.code == 0, ended
-    assert sorted(ended.lines) == ["[node2:0] 2", "[node2:1] 2"]
-
-
-def test_a_host_beyond_the_number_of_nodes_stands_by(cluster: Cluster) -> None:
+def test_a_host_beyond_the_number_of_nodes_stands_by(cluster: Ssh) -> None:
     """The job runs once, however short it is."""
     ended = cluster.run("--hosts=node1,node2", "--nnodes=1", cluster.holdfast.script("print('work')"))
     assert (ended.code, ended.lines) == (0, ["[node1:0] work"]), ended
     assert "holdfast: standing by: node2" in ended.own
 
 
-def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(
-    cluster: Cluster, mailbox: Mailbox, tmp_path: Path
-) -> None:
-    running = cluster.workers(mailbox, "--hosts=node1,node2", "--nnodes=1", count=1, what=f"pair {tmp_path}/go")
-    os.kill(agent_of(cluster.pids[0]), signal.SIGKILL)
-    cluster.take_pids(mailbox, 1)
-    (tmp_path / "go").touch()
+def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(cluster: Ssh, tmp_path: Path) -> None:
+    running = cluster.work(
+        "wait",
+        options=(
+            "--hosts=node1,node2",
+            "--nnodes=1",
+        ),
+    )
+    pids = cluster.pids(1)
+    os.kill(agent_of(pids[0]), signal.SIGKILL)
+    cluster.pids(1)
+    cluster.done.touch()
     ended = running.wait()
     assert ended.code == 0, ended
-    assert ended.lines[-1] == "[node2:0] the same line"
+    assert ended.lines[-1] == "[node2:0] done 0"
 
 
-def test_a_host_that_takes_longer_than_the_others_wait_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_host_that_takes_longer_than_the_others_wait_goes_on(cluster: Ssh, tmp_path: Path) -> None:
     script = cluster.holdfast.script("""
         import os, sys, time
         while os.environ["RANK"] == "1" and not os.path.exists(sys.argv[1]):
@@ -190,43 +105,7 @@ def test_a_host_that_takes_longer_than_the_others_wait_goes_on(cluster: Cluster,
     assert (ended.code, ended.lines) == (0, ["[node1:0] done", "[node2:1] done"]), ended
 
 
-def test_a_failure_is_reported_once_and_gives_the_exit_code(cluster: Cluster, mailbox: Mailbox) -> None:
-    script = cluster.holdfast.script(WORKER)
-    ended = cluster.run("--hosts", "node1,node2", "--max-restarts=1", script, str(mailbox), "fail")
-    assert ended.code == 1, ended
-    assert ended.err.count("Root Cause (first observed failure)") == 1
-    assert ended.err.count("FAILED") == 1
-    assert re.fullmatch(r"Cause: rank 1 failed: RuntimeError: the disk is on fire \(exit code 1.*", ended.last)
-    assert "[node2:1] RuntimeError: the disk is on fire" in ended.err.splitlines()
-    assert [line for line in ended.own if line.endswith("restart 1 of 1")]
-
-
-def test_the_exit_code_of_a_run_without_progress(cluster: Cluster) -> None:
-    script = cluster.holdfast.script("raise SystemExit(3)")
-    ended = cluster.run("--hosts=node1,node2", "--max-restarts=3", "--no-progress-limit=1", script)
-    assert ended.code == 93, ended
-
-
-def test_no_line_is_lost_or_torn(cluster: Cluster) -> None:
-    script = cluster.holdfast.script("""
-        import os, sys
-        rank = os.environ["RANK"]
-        for number in range(3000):
-            text = f"{rank} {number} " + "x" * (number % 400) + " end\\n"
-            os.write(1 + number % 2, text.encode())
-    """)
-    ended = cluster.run("--hosts=node1:2,node2:2", "--max-restarts=0", script)
-    assert ended.code == 0, ended
-    seen = [line for line in (ended.out + ended.err).splitlines() if not line.startswith("holdfast:")]
-    assert len(seen) == 4 * 3000
-    for line in seen:
-        found = re.fullmatch(r"\[node([12]):([0-3])\] (\d) (\d+) (x*) end", line)
-        assert found, line
-        assert found[2] == found[3]
-        assert len(found[5]) == int(found[4]) % 400
-
-
-def test_a_terminal_shows_the_same_line_of_all_hosts_once(cluster: Cluster) -> None:
+def test_a_terminal_shows_the_same_line_of_all_hosts_once(cluster: Ssh) -> None:
     script = cluster.holdfast.script("""
         import os, time
         print("here I am")
@@ -241,24 +120,15 @@ def test_a_terminal_shows_the_same_line_of_all_hosts_once(cluster: Cluster) -> N
     assert [line for line in shown if line.endswith("step 1")] == ["[ranks 0-3] step 1"]
 
 
-def test_lines_without_prefix(cluster: Cluster) -> None:
+def test_lines_without_prefix(cluster: Ssh) -> None:
     ended = cluster.run("--hosts=node1,node2", "--prefix=never", cluster.holdfast.script("print('bare')"))
     assert (ended.code, ended.lines) == (0, ["bare", "bare"])
-
-
-def test_static_nodes_and_a_place_of_the_users_choice(cluster: Cluster) -> None:
-    script = cluster.holdfast.script("import os; print(os.environ['MASTER_PORT'])")
-    port = support.free_port()
-    ended = cluster.run("--hosts=node1,node2", "--master-addr=127.0.0.1", f"--master-port={port}", script)
-    assert (ended.code, ended.lines.count(f"[node1:0] {port}"), len(ended.lines)) == (0, 1, 2), ended
-    ended = cluster.run("--hosts=node1,node2", f"--rdzv-endpoint=127.0.0.1:{support.free_port()}", script)
-    assert (ended.code, len(ended.lines)) == (0, 2), ended
 
 
 # What the hosts are given.
 
 
-def test_variables_and_interpreter_are_given_to_the_hosts(cluster: Cluster) -> None:
+def test_variables_and_interpreter_are_given_to_the_hosts(cluster: Ssh) -> None:
     python = cluster.holdfast.script(f'#!/bin/sh\nVIA=wrapper exec {sys.executable} "$@"\n', "python", executable=True)
     script = cluster.holdfast.script("""
         import os
@@ -273,15 +143,23 @@ def test_variables_and_interpreter_are_given_to_the_hosts(cluster: Cluster) -> N
 
 
 def test_the_token_is_in_no_command_line_and_in_no_environment_that_others_can_read(
-    cluster: Cluster, mailbox: Mailbox, tmp_path: Path
+    cluster: Ssh, tmp_path: Path
 ) -> None:
     token = "the word of the day"
     secrets = {"HOLDFAST_TOKEN": token, "API_KEY": "hush"}
-    running = cluster.workers(mailbox, "--hosts=node1,node2", "--env=API_KEY", env=secrets)
-    everything = processes(cluster.holdfast).keys()
-    agents = {agent_of(pid) for pid in cluster.pids.values()}
-    files = [f"/proc/{pid}/cmdline" for pid in everything] + [f"/proc/{pid}/environ" for pid in agents]
+    running = cluster.work(
+        "wait",
+        options=(
+            "--hosts=node1,node2",
+            "--env=API_KEY",
+        ),
+        env=secrets,
+    )
+    pids = cluster.pids(2)
+    everything = support.marked(cluster.holdfast.mark)
+    files = [f"/proc/{pid}/cmdline" for pid in everything]
     assert not [file for file in files for word in (token, "hush") if word.encode() in Path(file).read_bytes()]
+    assert not [pid for pid in pids.values() if token.encode() in Path(f"/proc/{pid}/environ").read_bytes()]
     if os.geteuid() == 0:
         (tmp_path / "words").write_text(f"{token}\nhush\n")
         files = [f"/proc/{pid}/{name}" for pid in everything for name in ("cmdline", "environ")]
@@ -296,7 +174,7 @@ def test_the_token_is_in_no_command_line_and_in_no_environment_that_others_can_r
 
 
 @pytest.mark.parametrize("what", ["script", "directory"])
-def test_a_copy_is_run_and_removed(cluster: Cluster, what: str) -> None:
+def test_a_copy_is_run_and_removed(cluster: Ssh, what: str) -> None:
     home = cluster.holdfast.directory
     (home / "data.txt").write_text("the data")
     script = cluster.holdfast.script("""
@@ -313,62 +191,65 @@ def test_a_copy_is_run_and_removed(cluster: Cluster, what: str) -> None:
     assert not [each for each in directories if each == home or each.exists()]
 
 
-def test_a_copy_is_removed_though_the_agent_is_killed(cluster: Cluster, mailbox: Mailbox) -> None:
-    running = cluster.workers(mailbox, "--hosts=node1", "--copy=script", count=1)
-    place = Path(f"/proc/{cluster.pids[0]}/cwd").resolve()
+def test_a_copy_is_removed_though_the_agent_is_killed(cluster: Ssh) -> None:
+    running = cluster.work(
+        "wait",
+        options=(
+            "--hosts=node1",
+            "--copy=script",
+        ),
+    )
+    pids = cluster.pids(1)
+    place = Path(f"/proc/{pids[0]}/cwd").resolve()
     assert place.name.startswith("holdfast-copy-")
-    os.kill(agent_of(cluster.pids[0]), signal.SIGKILL)
+    os.kill(agent_of(pids[0]), signal.SIGKILL)
     ended = running.wait()
-    assert (ended.code, ended.last) == (
-        1, "holdfast run: error: node1 is lost: the connection broke, or its agent was killed"
-    )  # fmt: skip
+    assert (ended.code, ended.last) == (1, "holdfast run: error: node1 is lost: its agent was killed"), ended
     support.wait_until(lambda: not place.exists(), "the copy is removed")
 
 
 # Signals.
 
 
-@pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
-def test_a_signal_is_passed_on_to_all_workers(cluster: Cluster, mailbox: Mailbox, number: signal.Signals) -> None:
-    running = cluster.workers(mailbox, "--hosts=node1,node2:2", count=3)
-    running.send(number)
-    assert mailbox.take(3) == [f"got {number.name}"] * 3
-    ended = running.wait()
-    assert (ended.code, ended.last) == (128 + number, f"holdfast: stopped by {number.name}"), ended
-
-
-def test_a_second_interrupt_kills_at_once(cluster: Cluster, mailbox: Mailbox) -> None:
-    running = cluster.workers(mailbox, "--hosts=node1,node2", "--grace-period=1h", what="ignore")
+def test_a_second_interrupt_kills_at_once(cluster: Ssh) -> None:
+    running = cluster.work(
+        "ignore",
+        "wait",
+        options=(
+            "--hosts=node1,node2",
+            "--grace-period=1h",
+        ),
+    )
+    cluster.pids(2)
     running.send(signal.SIGINT)
-    assert mailbox.take(2) == ["got SIGINT"] * 2
+    assert cluster.mailbox.take(2) == ["signal SIGINT"] * 2
     running.send(signal.SIGINT)
     ended = running.wait()
     assert ended.code == 130, ended
     assert re.fullmatch(r"holdfast: stopped by SIGINT; rank \d had to be killed", ended.last)
 
 
-def test_an_ignored_hangup_stays_ignored(cluster: Cluster, mailbox: Mailbox) -> None:
-    running = cluster.workers(mailbox, "--hosts=node1", count=1, before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+def test_an_ignored_hangup_stays_ignored(cluster: Ssh) -> None:
+    running = cluster.work("wait", options=("--hosts=node1",), before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    cluster.pids(1)
     running.send(signal.SIGHUP)
     support.await_delivery(running.pid)
     running.send(signal.SIGTERM)
-    assert mailbox.take(1) == ["got SIGTERM"]
+    assert cluster.mailbox.take(1) == ["signal SIGTERM"]
     assert running.wait().code == 143
 
 
-def test_a_signal_while_hosts_connect(cluster: Cluster) -> None:
+def test_a_signal_while_hosts_connect(cluster: Ssh) -> None:
     python = slow_python(cluster)
     running = cluster.start("--hosts=node1,node2", "--remote-python", python, cluster.holdfast.script(""))
     support.wait_until(lambda: (cluster.holdfast.directory / "called").exists(), "a host is connecting")
     running.send(signal.SIGTERM)
     assert running.process.wait(support.DEADLINE_S) == 143
     assert running.so_far().last == "holdfast: stopped by SIGTERM"
-    await_nothing(
-        cluster.holdfast
-    )  # The shell on a host may still be starting; it finds that its connection has ended.
+    cluster.await_nothing(running)  # The shell on a host may still be starting; it finds its connection ended.
 
 
-def slow_python(cluster: Cluster) -> str:
+def slow_python(cluster: Ssh) -> str:
     source = f"#!/bin/sh\necho Press any key >&2\ntouch {cluster.holdfast.directory}/called\nread line\n"
     return str(cluster.holdfast.directory / cluster.holdfast.script(source, "slow", executable=True))
 
@@ -376,26 +257,23 @@ def slow_python(cluster: Cluster) -> str:
 # Ends.
 
 
-def test_everything_ends_with_the_command(cluster: Cluster, mailbox: Mailbox) -> None:
-    running = cluster.workers(mailbox, "--hosts=node1,node2")
-    running.send(signal.SIGKILL)
-    assert mailbox.take(2) == ["got SIGTERM"] * 2
-    assert support.survivors(cluster.pids.values()) == []
-    running.process.wait()
-    await_nothing(cluster.holdfast)
-
-
-def test_a_command_that_stands_still_is_not_waited_for(cluster: Cluster, mailbox: Mailbox) -> None:
-    running = cluster.workers(mailbox, "--hosts=node1,node2", "--host-timeout=4s")
+def test_a_command_that_stands_still_is_not_waited_for(cluster: Ssh) -> None:
+    running = cluster.work(
+        "wait",
+        options=(
+            "--hosts=node1,node2",
+            "--host-timeout=4s",
+        ),
+    )
+    cluster.pids(2)
     support.halt(running.pid)
-    assert mailbox.take(2) == ["got SIGTERM"] * 2
+    assert cluster.mailbox.take(2) == ["signal SIGTERM"] * 2
     running.send(signal.SIGCONT)
     running.send(signal.SIGKILL)
-    running.process.wait()
-    await_nothing(cluster.holdfast)
+    cluster.await_nothing(running)
 
 
-def test_a_script_in_the_place_of_ssh_leaves_nothing(cluster: Cluster) -> None:
+def test_a_script_in_the_place_of_ssh_leaves_nothing(cluster: Ssh) -> None:
     """It runs ssh as a child, which is killed with it."""
     wrapper = cluster.holdfast.script(f'#!/bin/sh\n{cluster.servers.ssh} "$@"\n', "wrapper", executable=True)
     python = slow_python(cluster)
@@ -406,28 +284,31 @@ def test_a_script_in_the_place_of_ssh_leaves_nothing(cluster: Cluster) -> None:
     running.send(signal.SIGTERM)
     assert running.process.wait(support.DEADLINE_S) == 143
     assert support.survivors(below) == []
-    await_nothing(cluster.holdfast)
+    cluster.await_nothing(running)
 
 
-@pytest.mark.parametrize("victim", ["ssh", "agent"])
-@pytest.mark.parametrize("host", ["node1", "node2"])
-def test_the_run_goes_on_without_a_host_that_is_lost(
-    cluster: Cluster, mailbox: Mailbox, victim: str, host: str
-) -> None:
-    running = cluster.workers(mailbox, "--hosts=node1,node2", "--nnodes=1:2", what="pair")
-    rank = int(host[-1]) - 1
-    os.kill(ssh_of(running, host) if victim == "ssh" else agent_of(cluster.pids[rank]), signal.SIGKILL)
+def test_the_run_goes_on_without_a_host_whose_ssh_is_killed(cluster: Ssh) -> None:
+    running = cluster.work(
+        "wait",
+        options=(
+            "--hosts=node1,node2",
+            "--nnodes=1:2",
+        ),
+    )
+    cluster.pids(2)
+    os.kill(ssh_of(running, "node1"), signal.SIGKILL)
+    cluster.pids(1)
+    cluster.done.touch()
     ended = running.wait()
     assert ended.code == 0, ended
-    why = "ssh was killed by signal 9" if victim == "ssh" else "the connection broke, or its agent was killed"
-    there = ", if they can still reach the coordinator there" if host == "node1" else ""
-    assert f"holdfast: {host} is lost: {why}; the run goes on with 1 host{there}" in ended.own
-    other = "node2" if host == "node1" else "node1"
-    assert f"[{other}:0] the same line" in ended.lines
+    why = "ssh was killed by signal 9; the run goes on with 1 host, if they can still reach the coordinator there"
+    assert f"holdfast: node1 is lost: {why}" in ended.own
+    assert "[node2:0] done 0" in ended.lines
 
 
-def test_too_few_hosts_end_the_run(cluster: Cluster, mailbox: Mailbox) -> None:
-    running = cluster.workers(mailbox, "--hosts=node1,node2")
+def test_too_few_hosts_end_the_run(cluster: Ssh) -> None:
+    running = cluster.work("wait", options=("--hosts=node1,node2",))
+    cluster.pids(2)
     os.kill(ssh_of(running, "node2"), signal.SIGKILL)
     ended = running.wait()
     reason = "node2 is lost: ssh was killed by signal 9"
@@ -435,9 +316,16 @@ def test_too_few_hosts_end_the_run(cluster: Cluster, mailbox: Mailbox) -> None:
     assert f"holdfast: {reason}; 1 host is left, and --nnodes 2 needs 2: the run ends" in ended.own
 
 
-def test_a_run_that_is_closed(cluster: Cluster, mailbox: Mailbox) -> None:
+def test_a_run_that_is_closed(cluster: Ssh) -> None:
     """`holdfast stop` on one of the hosts ends all of it."""
-    running = cluster.workers(mailbox, "--hosts=node1,node2", "--rdzv-id=job7")
+    running = cluster.work(
+        "wait",
+        options=(
+            "--hosts=node1,node2",
+            "--rdzv-id=job7",
+        ),
+    )
+    cluster.pids(2)
     stopped = cluster.holdfast.start("job7", "--reason=enough", command=(COMMAND, "stop"))
     ended = running.wait()
     assert (ended.code, ended.last) == (94, "holdfast: the run was closed: enough"), ended
@@ -447,7 +335,7 @@ def test_a_run_that_is_closed(cluster: Cluster, mailbox: Mailbox) -> None:
 # Bad input.
 
 
-def failing(cluster: Cluster, *args: str) -> str:
+def failing(cluster: Ssh, *args: str) -> str:
     """The one line that is printed; nothing is left (`Running.wait`)."""
     ended = cluster.run(*args, cluster.holdfast.script("print('started')"))
     assert (ended.code, ended.out) == (1, ""), ended
@@ -455,7 +343,7 @@ def failing(cluster: Cluster, *args: str) -> str:
     return ended.last.removeprefix("holdfast run: error: ")
 
 
-def test_hosts_that_cannot_be_reached(cluster: Cluster) -> None:
+def test_hosts_that_cannot_be_reached(cluster: Ssh) -> None:
     """What ssh says of each becomes one line for all of them."""
     cluster.servers.enter("unknown", "HostName no.such.host.invalid")
     port = support.free_port()
@@ -465,7 +353,7 @@ def test_hosts_that_cannot_be_reached(cluster: Cluster) -> None:
     assert f"refused: connection refused: no ssh server listens there (port {port})" in said
 
 
-def test_hosts_that_ssh_would_ask_about(cluster: Cluster) -> None:
+def test_hosts_that_ssh_would_ask_about(cluster: Ssh) -> None:
     """A password, a host key that is unknown, and one that has changed."""
     cluster.servers.add("locked", server=["PasswordAuthentication yes", "PubkeyAuthentication no"])
     cluster.servers.add("strange", is_known=False, client=["StrictHostKeyChecking ask"])
@@ -479,28 +367,26 @@ def test_hosts_that_ssh_would_ask_about(cluster: Cluster) -> None:
     assert "changed: its host key has changed; if that is right" in said
 
 
-def test_an_interpreter_that_is_not_there(cluster: Cluster) -> None:
+def test_a_host_without_holdfast_or_its_interpreter(cluster: Ssh) -> None:
     said = failing(cluster, "--hosts=node1", "--remote-python=/nowhere/python")
     assert said == "node1: there is no interpreter /nowhere/python on it; --remote-python names another one"
-
-
-def test_a_host_without_holdfast(cluster: Cluster) -> None:
     python = cluster.holdfast.script(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', "bare", executable=True)
     said = failing(cluster, "--hosts=node1", f"--remote-python={cluster.holdfast.directory}/{python}")
     assert "holdfast is not installed for" in said
 
 
-def test_a_host_with_another_version(cluster: Cluster) -> None:
+def test_a_host_with_another_version(cluster: Ssh) -> None:
     source = f"""#!/bin/sh
 shift 3
-exec {sys.executable} -c "import holdfast.__main__; holdfast.__version__ = '9.9'; holdfast.__main__.run()" "$@"
+exec {sys.executable} -c "import os, sys, holdfast; holdfast.__version__ = '9.9'
+from holdfast.hosts.ssh import remote_agent; os._exit(remote_agent.serve(sys.argv[1], 30.0))" "$@"
 """
     python = cluster.holdfast.script(source, "other", executable=True)
     said = failing(cluster, "--hosts=node1,node2", f"--remote-python={cluster.holdfast.directory}/{python}")
     assert re.search(r"node[12]: it has holdfast 9\.9 \(of \S+\), and this host holdfast \S+; install the same", said)
 
 
-def test_noise_before_the_first_line_is_ignored(cluster: Cluster) -> None:
+def test_noise_before_the_first_line_is_ignored(cluster: Ssh) -> None:
     source = f"""#!/bin/sh
 head -c 200000 /dev/urandom; printf 'Welcome!'; echo 'do not panic' >&2
 exec {sys.executable} "$@"
@@ -513,18 +399,18 @@ exec {sys.executable} "$@"
     assert (ended.code, sorted(ended.lines)) == (0, ["[node1:0] work", "[node2:1] work"]), ended
 
 
-def test_a_host_that_does_not_answer(cluster: Cluster) -> None:
+def test_a_host_that_does_not_answer(cluster: Ssh) -> None:
     ended = cluster.run(
         "--hosts=node1", "--host-timeout=5s", "--remote-python", slow_python(cluster), cluster.holdfast.script("")
     )
     assert ended.code == 1, ended
     assert ended.own == [
-        "holdfast: 0 of 1 hosts are connected, waiting for node1",
+        "holdfast: 0 of 1 hosts are ready, waiting for node1",
         "holdfast run: error: node1: it did not answer within 5 s; its last words were: Press any key",
     ]
 
 
-def test_a_working_directory_that_a_host_does_not_have(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_working_directory_that_a_host_does_not_have(cluster: Ssh, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     source = f'#!/bin/sh\nrmdir {gone}\nexec {sys.executable} "$@"\n'
@@ -536,46 +422,26 @@ def test_a_working_directory_that_a_host_does_not_have(cluster: Cluster, tmp_pat
     ), ended  # fmt: skip
 
 
-def test_a_script_that_one_host_does_not_have(cluster: Cluster) -> None:
+def test_a_script_that_one_host_does_not_have(cluster: Ssh) -> None:
     ended = cluster.run("--hosts=node1,node2", "nosuch.py")
     assert (ended.code, ended.last) == (1, ended.last), ended
     assert "script 'nosuch.py' does not exist" in ended.last
     assert ended.err.count("FAILED") == 1
 
 
-def test_an_option_that_makes_no_sense_on_the_hosts(cluster: Cluster) -> None:
+def test_an_option_that_makes_no_sense_on_the_hosts(cluster: Ssh) -> None:
     ended = cluster.run("--hosts=node1,node2", "--nproc-per-node=nosuch", cluster.holdfast.script(""))
     assert ended.code == 2, ended
     assert re.match(r"holdfast run: error: node[12]: --nproc-per-node: .*nosuch", ended.last)
 
 
-def test_a_reader_that_reads_nothing_holds_up_no_signal(cluster: Cluster, mailbox: Mailbox) -> None:
-    """The console takes no more: workers wait, as they do without ssh. Signals and pings go on."""
-    script = cluster.holdfast.script("""
-        import sys
-        with open(sys.argv[1], "w") as box:
-            box.write("ready\\n")
-        while True:
-            print("x" * 100)
-    """)
-    reader, writer = os.pipe()
-    running = cluster.start("--hosts=node1,node2", "--host-timeout=4s", script, str(mailbox), stdout=writer)
-    os.close(writer)
-    assert mailbox.take(2) == ["ready"] * 2
-    time.sleep(6)  # Longer than a silent connection would live.
-    running.send(signal.SIGTERM)
-    ended = running.wait()
-    os.close(reader)
-    assert ended.code == 143, ended
-
-
-def test_nothing_of_it_is_loaded_by_a_local_run(cluster: Cluster) -> None:
+def test_nothing_of_it_is_loaded_by_a_local_run(cluster: Ssh) -> None:
     code = """
 import sys
 from holdfast.__main__ import main
 sys.argv = ["holdfast", "run", "--standalone", "job.py"]
 assert main() == 0
-print(sorted(name for name in sys.modules if name.startswith(("holdfast.hosts", "holdfast.cli.hosts"))))
+print(sorted(name for name in sys.modules if name.startswith(("holdfast.hosts", "holdfast.cli.run_by_ssh"))))
 """
     cluster.holdfast.script("")
     ended = cluster.holdfast.program(sys.executable, "-c", code)

@@ -10,14 +10,13 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import support
-from tests.e2e.command import COMMAND, Holdfast, Running
-from tests.e2e.test_ssh import WORKER, agent_of, await_nothing
-from tests.sshd import Hosts, hosts
+from tests.e2e.command import COMMAND, Holdfast
+from tests.engines import Ssh, agent_of
+from tests.sshd import hosts
 from tests.support import Mailbox
 
 HERE = "10.77.0.254"
@@ -73,75 +72,61 @@ def network() -> Iterator[Network]:
 
 
 @pytest.fixture
-def servers(network: Network, holdfast: Holdfast, tmp_path: Path) -> Iterator[Hosts]:
+def ssh(network: Network, holdfast: Holdfast, mailbox: Mailbox, tmp_path: Path) -> Iterator[Ssh]:
+    made = Ssh(holdfast, mailbox, tmp_path)
     settings = {name: holdfast.environment()[name] for name in ("TMPDIR", support.TEST_MARK)}
-    with hosts(tmp_path / "ssh", {**settings, "HOME": str(tmp_path)}, is_apart=True) as made:
+    with hosts(tmp_path / "ssh", {**settings, "HOME": str(tmp_path)}, is_apart=True) as made.servers:
         for name, address in ADDRESSES.items():
-            made.add(name, address, command=network.within(network.namespace(name)))
+            made.servers.add(name, address, command=network.within(network.namespace(name)))
+        made.command = (*network.within(network.here), COMMAND, "run", "--ssh", made.servers.ssh)
         yield made
 
 
-def start(holdfast: Holdfast, network: Network, servers: Hosts, *args: str, **options: Any) -> Running:
-    command = (*network.within(network.here), COMMAND, "run", "--ssh", servers.ssh)
-    return holdfast.start(*args, command=command, **options)
-
-
-def test_hosts_meet_at_an_address_that_all_can_reach(holdfast: Holdfast, network: Network, servers: Hosts) -> None:
-    script = holdfast.script("import os; print(os.environ['MASTER_ADDR'])")
-    ended = start(holdfast, network, servers, "--hosts=b,a", script).wait()
+def test_hosts_meet_at_an_address_that_all_can_reach(ssh: Ssh) -> None:
+    ended = ssh.run("--hosts=b,a", ssh.holdfast.script("import os; print(os.environ['MASTER_ADDR'])"))
     assert (ended.code, sorted(ended.lines)) == (0, ["[a:1] 10.77.0.2", "[b:0] 10.77.0.2"]), ended
 
 
-def test_a_host_is_cut_off_in_the_middle_of_a_run(
-    holdfast: Holdfast, network: Network, servers: Hosts, mailbox: Mailbox
-) -> None:
+def test_a_host_is_cut_off_in_the_middle_of_a_run(ssh: Ssh, network: Network) -> None:
     """It is lost to the run and to the command, and ends its workers and its agent by itself."""
-    script = holdfast.script(WORKER)
-    options = ("--hosts=a,b", "--nnodes=1:2", "--host-timeout=8s")
-    running = start(holdfast, network, servers, *options, script, str(mailbox), "pair go")
-    pids = {int(rank): int(pid) for rank, pid in (message.split() for message in mailbox.take(2))}
+    running = ssh.work("wait", options=("--hosts=a,b", "--nnodes=1:2", "--host-timeout=8s"))
+    pids = ssh.pids(2)
     agent = agent_of(pids[1])
     network.cut("b")
     assert support.survivors([pids[1], agent]) == []
     lost = "holdfast: b is lost: it does not answer any more; the run goes on with 1 host"
     support.wait_until(lambda: lost in running.so_far().own, "the command has lost it, too")
-    (holdfast.directory / "go").touch()
+    ssh.done.touch()
     ended = running.wait()
     assert ended.code == 0, ended
-    assert ended.lines.count("[a:0] the same line") == 2
+    assert ended.lines == ["[a:0] done 0"]
 
 
-def test_the_command_is_cut_off_from_all_hosts(
-    holdfast: Holdfast, network: Network, servers: Hosts, mailbox: Mailbox
-) -> None:
-    script = holdfast.script(WORKER)
-    running = start(holdfast, network, servers, "--hosts=a,b", "--host-timeout=8s", script, str(mailbox), "wait")
-    pids = [int(message.split()[1]) for message in mailbox.take(2)]
+def test_the_command_is_cut_off_from_all_hosts(ssh: Ssh, network: Network) -> None:
+    running = ssh.work("wait", options=("--hosts=a,b", "--host-timeout=8s"))
+    pids = ssh.pids(2)
     network.ip("link", "set", "bridge", "down")
     network.ip("addr", "del", f"{HERE}/24", "dev", "bridge")
     network.ip("link", "set", "bridge", "up")  # The hosts still reach each other.
-    assert mailbox.take(2) == ["got SIGTERM"] * 2
-    assert support.survivors(pids) == []
+    assert ssh.mailbox.take(2) == ["signal SIGTERM"] * 2
+    assert support.survivors(pids.values()) == []
     assert running.process.wait(support.DEADLINE_S) == 1
     assert "is lost: it does not answer any more" in running.so_far().last
-    await_nothing(holdfast)
+    ssh.await_nothing(running)
 
 
-def test_a_loopback_address_between_hosts_is_refused(
-    holdfast: Holdfast, network: Network, servers: Hosts, mailbox: Mailbox
-) -> None:
-    servers.add("localhost", "127.0.0.1", command=network.within(network.here))
-    script = holdfast.script("print('started')")
-    ended = start(holdfast, network, servers, "--hosts=localhost,b", script).wait()
+def test_a_loopback_address_between_hosts_is_refused(ssh: Ssh, network: Network) -> None:
+    ssh.servers.add("localhost", "127.0.0.1", command=network.within(network.here))
+    script = ssh.holdfast.script("print('started')")
+    ended = ssh.run("--hosts=localhost,b", script)
     assert (ended.code, ended.out) == (1, ""), ended
     assert ended.err.splitlines() == [
         "holdfast run: error: localhost was reached at 127.0.0.1, where b cannot reach it; give its name or address in "
         "the network, or say where the nodes meet, with --rdzv-endpoint HOST:PORT"
     ]
     # In another place it does no harm: the nodes meet at the first host.
-    ended = start(holdfast, network, servers, "--hosts=b,localhost", script).wait()
+    ended = ssh.run("--hosts=b,localhost", script)
     assert (ended.code, sorted(ended.lines)) == (0, ["[b:0] started", "[localhost:1] started"]), ended
-    ended = start(holdfast, network, servers, "--hosts=a,b", "--rdzv-endpoint=localhost:29400", script).wait()
-    assert ended.last == (
-        "holdfast run: error: the hosts cannot meet at localhost: on each of them that is the host itself"
-    )
+    ended = ssh.run("--hosts=a,b", "--rdzv-endpoint=localhost:29400", script)
+    problem = "the hosts cannot meet at localhost: on each of them that is the host itself"
+    assert ended.last == f"holdfast run: error: {problem}"

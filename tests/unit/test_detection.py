@@ -12,7 +12,7 @@ import pytest
 from holdfast.cli import run
 from holdfast.cli.arguments import command_line, detection
 from holdfast.errors import UserError
-from tests.unit.test_engine_environment import BLAUNCH, OPEN_MPI, PBS, SLURM, with_
+from tests.unit.test_engine_detection import BLAUNCH, OPEN_MPI, PBS, SLURM, with_
 
 
 @pytest.fixture(autouse=True)

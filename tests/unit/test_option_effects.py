@@ -33,7 +33,7 @@ from holdfast.rendezvous.membership.model import Admit, AgentStore, Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
 from tests.unit.test_cli_run import RECORDER, install_logs_specs
-from tests.unit.test_engine_environment import SKYPILOT
+from tests.unit.test_engine_detection import SKYPILOT
 
 HEALTH_PORT = support.free_port()
 TCP = "--rdzv-backend=tcp --rdzv-endpoint=h:7 --nnodes=1:3"

@@ -12,6 +12,7 @@ import pytest
 
 from holdfast import escape
 from holdfast.cli import submit
+from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.slurm import Slurm
 from tests import support
@@ -80,3 +81,18 @@ def test_the_token_is_in_a_file_whose_name_cannot_be_foreseen(tmp_path: Path) ->
     assert called["mode"] & 0o777 == 0o600
     assert not os.path.lexists(str(called["path"])), "the token outlives the job"
     assert [path.name for path in tmp_path.glob(".holdfast*")] == [".holdfast-token-7"]
+
+
+def test_the_agents_wait_for_each_other_because_srun_does_not() -> None:
+    """`srun --wait` ends the others when one has succeeded, too."""
+    rendered = Slurm().render(job("x.py", nodes=2), SETTINGS)
+    assert " --wait=60 " in rendered
+    assert " --exit-barrier-timeout=20d " in rendered
+    spec = changed(job("x.py", nodes=2), options=("--exit-barrier-timeout=1m",))
+    assert " --wait" not in Slurm().render(spec, SETTINGS)
+
+
+@pytest.mark.parametrize(("options", "has_prefixes"), [((), True), (("--prefix=never",), False)])
+def test_lines_begin_with_node_and_rank_unless_the_user_objects(options: tuple[str, ...], has_prefixes: bool) -> None:
+    rendered = Slurm().render(changed(job("x.py"), options=options), SETTINGS)
+    assert ("SLURMD_NODENAME" in rendered) == ("--prefix=always" in rendered) == has_prefixes

@@ -24,7 +24,7 @@ def test_ssh_asks_nothing_and_ends_by_itself() -> None:
 def test_a_shell_reads_the_remote_command_as_it_was_meant(shell: str, python: str) -> None:
     remote = ssh_command(("ssh",), "node1", python, "abc", 1.5)[-1]
     words = shlex.split(remote)
-    assert words == ["exec", python, "-P", "-m", "holdfast", "remote-agent", "abc", "1.5"]
+    assert words == ["exec", python, "-P", "-m", "holdfast.hosts.ssh.remote_agent", "abc", "1.5"]
     if python == "/bin/echo":
         said = subprocess.run([shell, "-c", remote], capture_output=True, text=True).stdout
         assert said.split() == words[2:]
@@ -73,11 +73,10 @@ OTHER = "; --remote-python names another one"
          "holdfast is not installed for /opt/python on it; install it there" + OTHER),
         (1, "motd: cannot get the weather: Connection refused\nModuleNotFoundError: No module named 'holdfast'\n",
          "holdfast is not installed for /opt/python on it; install it there" + OTHER),
-        (1, "/opt/python: No module named holdfast\n",
+        (1, "/opt/python: Error while finding module specification for 'holdfast.hosts.ssh.remote_agent' "
+         "(ModuleNotFoundError: No module named 'holdfast')\n",
          "holdfast is not installed for /opt/python on it; install it there" + OTHER),
-        (1, "ModuleNotFoundError: No module named 'holdfast.cli.remote_agent'\n",
-         "its holdfast (of /opt/python) is another version; install the one of this host" + OTHER),
-        (2, "usage: holdfast COMMAND [options]\nholdfast: error: unknown command 'remote-agent'; did you ...\n",
+        (1, "ModuleNotFoundError: No module named 'holdfast.hosts.ssh'\n",
          "its holdfast (of /opt/python) is another version; install the one of this host" + OTHER),
         (2, "Unknown option: -P\nusage: /opt/python [option] ... [-c cmd | -m mod | file | -] [arg] ...\n",
          "/opt/python on it cannot run holdfast, which needs Python 3.11 or newer" + OTHER),
@@ -114,8 +113,8 @@ def test_a_host_that_did_not_answer() -> None:
     [
         (255, "Timeout, server node1 not responding.", "it does not answer any more"),
         (255, "Connection to node1 closed by remote host.",
-         "the connection broke, or its agent was killed (Connection to node1 closed by remote host.)"),
-        (255, "", "the connection broke, or its agent was killed"),
+         "the connection broke (Connection to node1 closed by remote host.)"),
+        (255, "", "the connection broke"),
         (-15, "", "ssh was killed by signal 15"),
         (137, "", "its agent ended with exit status 137"),
     ],

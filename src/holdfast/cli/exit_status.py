@@ -38,7 +38,8 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
         why = f"the run was closed: {escape.one_line(str(error))}" if isinstance(error, signals.RunClosed) else ""
         number, ranks = getattr(error, "sigval", 2), getattr(error, "killed_ranks", ())
         killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
-        console.write(f"{escape.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n")
+        text = f"{escape.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n"
+        _write_report(text, os.environ.get(REPORT_FILE_VARIABLE))
         return RUN_CLOSED if why else 128 + number
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         # The interpreter has no class of its own for it.
@@ -50,7 +51,10 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
     is_named = isinstance(error, HoldfastError | OSError) and not isinstance(error, InternalError)
     if is_usage or is_named or is_kind(error, RendezvousError):
         log.debug("where this comes from:", exc_info=error)
-        console.write_error(program, _words_of(error))
+        if path := os.environ.get(REPORT_FILE_VARIABLE):
+            _write_report(f"{program}: error: {escape.cut(escape.one_line(_words_of(error)))}\n", path)
+        else:
+            console.write_error(program, _words_of(error))
         return 2 if is_usage else 1
     import traceback
 
@@ -60,6 +64,7 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
 
 
 def _write_report(text: str, path: str | None) -> None:
+    """An engine shows the last words of its agents once for all nodes."""
     try:
         if path:
             with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -29,9 +29,6 @@ COMMANDS = {
     "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),
 }
 
-# Commands that holdfast itself starts, by this name, on other hosts.
-_INTERNAL = {"remote-agent": "holdfast.cli.remote_agent:main"}
-
 _USAGE = f"usage: {PROGRAM} COMMAND [options]"
 
 
@@ -53,9 +50,8 @@ def main(args: Sequence[str]) -> int:
         console.write(_help())
         return 2
     first, rest = args[0], args[1:]
-    found = COMMANDS[first][0] if first in COMMANDS else _INTERNAL.get(first)
-    if found:
-        module, _, function = found.partition(":")
+    if first in COMMANDS:
+        module, _, function = COMMANDS[first][0].partition(":")
         return int(getattr(import_module(module), function)(rest))
     if first in ("-h", "--help", "help"):
         console.print_out(_help())

@@ -51,7 +51,7 @@ DEFAULT_MASTER_PORT = 29500
 DEFAULT_PORTS = {"static": DEFAULT_MASTER_PORT, "tcp": 29400, "c10d": 29400, "etcd": 2379, "etcd-v3": 2379}
 LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
 
-# Variables of engines: `hosts.environment`, which knows their meaning, is imported only if one of them is set.
+# Variables of engines: `hosts.engine_detection`, which knows their meaning, is imported only if one of them is set.
 ENGINE_VARIABLES = (
     "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK", "LSF_PM_TASKID",
     "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "JOB_COMPLETION_INDEX",
@@ -353,7 +353,7 @@ def _config(args: RunArguments) -> LaunchConfig:
         max_restarts=args.max_restarts,
         monitor_interval=args.monitor_interval,
         start_method=args.start_method,
-        log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or args.prefix_template,
+        log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         local_addr=args.local_addr,
         event_log_handler=args.event_log_handler,
         numa_options=_numa_options(args.numa_binding) if args.numa_binding is not None else None,
@@ -486,9 +486,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if parsed.hosts is None and parsed.hostfile is None:
         run(parsed)
         return
-    from holdfast.cli import hosts
+    from holdfast.cli import run_by_ssh
 
-    hosts.run(parsed)
+    run_by_ssh.run(parsed)
 
 
 def command(args: Sequence[str] | None = None) -> int:

@@ -20,11 +20,9 @@ from holdfast.errors import UserError
 from holdfast.hosts import engines
 from holdfast.hosts.engines import Engine, EngineOption
 from holdfast.hosts.job import JobSpec
+from holdfast.log import Logger
 
-_USAGES = {
-    "submit": "holdfast submit --on ENGINE [options of the engine] [options of holdfast run] script [arguments]",
-    "render": "holdfast render ENGINE [options of the engine] [options of holdfast run] script [arguments]",
-}
+_USAGE = "holdfast {} ENGINE [options of the engine] [options of holdfast run] script [arguments]"
 _DESCRIPTIONS = {
     "submit": "Start a job on the nodes of an engine, show its output, and end with its exit code.",
     "render": "Print the batch script or manifest by which an engine starts a job.",
@@ -34,9 +32,10 @@ All options of `holdfast run` can be given as well, but for those that the engin
 which rank each has, and all about hosts by ssh. See docs/engines.md.
 
 examples:
-  holdfast submit --on slurm --nnodes 2 --nproc-per-node 8 train.py
+  holdfast submit slurm --nnodes 2 --nproc-per-node 8 train.py
   holdfast render slurm --nnodes 2 --nproc-per-node 8 train.py
 """
+log = Logger(__name__)
 
 
 def _own_option(row: EngineOption) -> Option:
@@ -44,23 +43,17 @@ def _own_option(row: EngineOption) -> Option:
     return Option(row.invocation, "", row.help, row.parse, row.default, row.choices, in_environment=False, in_full=True)
 
 
-_ON = EngineOption("--on ENGINE", "the engine that starts the job")
+_ON = EngineOption("--on ENGINE", "the engine, if it does not come first")
 _DETACH = EngineOption("--detach", "do not wait for the job: print its id and return when the engine has accepted it")
 
 
 def submit(argv: Sequence[str]) -> int:
-    """`--on` may stand anywhere before the script. Which options there are is known only when it was found."""
-
     def start() -> int:
-        name = _engine_named(argv)
-        if not name and {"-h", "--help"} & {*argv}:
-            raise command_line.HelpWanted
-        if not name:
-            raise _no_engine()
+        name, tokens = _engine_named("submit", argv)
         engine = engines.find(name, "submit")
-        job, settings = read(engine, argv, (_ON, _DETACH))
-        if settings.pop("on") is None:
-            raise _no_engine()
+        job, settings = read(engine, tokens, (_ON, _DETACH))
+        if settings.pop("on") is None and tokens is argv:  # It is an argument of the script.
+            raise _no_engine("submit")
         return engine.submit(job, settings)
 
     return _reported("submit", start)
@@ -68,16 +61,35 @@ def submit(argv: Sequence[str]) -> int:
 
 def render(argv: Sequence[str]) -> int:
     def show() -> int:
-        if argv[:1] in (["-h"], ["--help"]):
-            raise command_line.HelpWanted
-        if not argv or argv[0].startswith("-"):
-            raise UserError(f"the engine comes first: {_USAGES['render']}")
-        engine = engines.find(argv[0], "render")
-        console.print_out(engine.render(*read(engine, argv[1:])))
+        name, tokens = _engine_named("render", argv)
+        engine = engines.find(name, "render")
+        job, settings = read(engine, tokens)
+        console.print_out(engine.render(job, settings))
         sys.stdout.flush()
+        if advice := engine.advice(settings):
+            log.info("%s", advice)
         return 0
 
     return _reported("render", show)
+
+
+def _engine_named(command: str, argv: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The engine comes first. `submit` also knows `--on`, anywhere before the script. With the tokens to be read."""
+    if argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    for index, token in enumerate(argv if command == "submit" else ()):
+        if token.startswith("--on="):
+            return token.removeprefix("--on="), argv
+        if token == "--on" and index + 1 < len(argv):
+            return argv[index + 1], argv
+    if {"-h", "--help"} & {*argv}:
+        raise command_line.HelpWanted
+    raise _no_engine(command)
+
+
+def _no_engine(command: str) -> UserError:
+    known = ", ".join(kind.name for kind in engines.kinds() if kind.can(command))
+    return UserError(f"the engine comes first, as in `holdfast {command} {known.partition(', ')[0]}`; known: {known}")
 
 
 def _reported(command: str, act: Callable[[], int]) -> int:
@@ -88,7 +100,7 @@ def _reported(command: str, act: Callable[[], int]) -> int:
         get_parser(command).print_help()
         return 0
     except command_line.UsageError as problem:
-        return command_line.refuse(f"holdfast {command}", _USAGES[command], problem)
+        return command_line.refuse(f"holdfast {command}", _USAGE.format(command), problem)
     except (Exception, KeyboardInterrupt) as error:
         return explain(error, f"holdfast {command}")
 
@@ -103,7 +115,7 @@ def get_render_parser() -> PlainParser:
 
 def get_parser(command: str) -> PlainParser:
     """For `--help` and docs/cli.md: it reads no command line."""
-    parser = PlainParser(f"holdfast {command}", _DESCRIPTIONS[command], _EPILOG, _USAGES[command])
+    parser = PlainParser(f"holdfast {command}", _DESCRIPTIONS[command], _EPILOG, _USAGE.format(command))
     rows: dict[str, tuple[EngineOption, list[str]]] = {}
     own = [("", (_ON, _DETACH))] if command == "submit" else []
     engine_rows = [(f"{kind.name}: ", kind.options) for kind in engines.kinds() if kind.can(command)]
@@ -118,21 +130,6 @@ def get_parser(command: str) -> PlainParser:
         action = "store_true" if option.is_flag else "store"
         parser.add_argument(*option.flags, action=action, help="; ".join(texts).replace("%", "%%"), **kwargs)
     return parser
-
-
-def _no_engine() -> UserError:
-    known = ", ".join(kind.name for kind in engines.kinds() if kind.can("submit"))
-    return UserError(f"--on ENGINE is needed, before the script; the engines are: {known or 'none'}")
-
-
-def _engine_named(argv: Sequence[str]) -> str:
-    """What follows the first `--on`. If that belongs to the script, `read` will find no other."""
-    for index, token in enumerate(argv):
-        if token.startswith("--on="):
-            return token.removeprefix("--on=")
-        if token == "--on" and index + 1 < len(argv):
-            return argv[index + 1]
-    return ""
 
 
 def read(engine: Engine, tokens: Sequence[str], common: Sequence[EngineOption] = ()) -> tuple[JobSpec, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The contract of an engine, which starts agents on many nodes, and the table that finds one by its name.
 
-`holdfast submit --on NAME` and `holdfast render NAME` read the command line of `holdfast run`, make a `JobSpec` of it
+`holdfast submit NAME` and `holdfast render NAME` read the command line of `holdfast run`, make a `JobSpec` of it
 and hand it to the engine. An engine is one subclass of `Engine` that implements `submit`, `render` or both. Those that
 are built in are imported when they are asked for. A plug-in adds another by an entry point in the group
 `holdfast.engines`: the engine's name, and its class.
@@ -43,7 +43,7 @@ class EngineOption:
 
 class Engine:
     """`settings` has the values of `options` by their names (`--time-limit` is `time_limit`), and for `submit` also
-    `detach`. Errors are `UserError` (wrong input) or `HostError` (the engine does not play along), with one line.
+    `detach`. Errors are `UserError` (wrong input) or `HostError` (the engine fails), with one line.
 
     `decides` are the options of `holdfast run` that the engine settles itself, so that a user must not give them.
     """
@@ -60,6 +60,10 @@ class Engine:
         """The text (a batch script, a manifest) that starts the job when it is given to the engine."""
         raise NotImplementedError
 
+    def advice(self, settings: Mapping[str, Any]) -> str:
+        """One line for the user about the text that `render` has made, or nothing."""
+        return ""
+
     @classmethod
     def can(cls, what: str) -> bool:
         """Whether it implements `submit` or `render`."""
@@ -74,8 +78,9 @@ def find(name: str, what: str) -> Engine:
     """The engine of that name, which can do `what`: "submit" or "render"."""
     kind = _kind(name)
     if not kind.can(what):
-        hint = {"submit": f"`holdfast render {name}`", "render": f"`holdfast submit --on {name}`"}[what]
-        raise UserError(f"engine {name!r} does not {what} jobs; use {hint}, or for {what}: {_those_that_can(what)}")
+        other = "render" if what == "submit" else "submit"
+        use = f"use `holdfast {other} {name}`, or for {what}: {_those_that_can(what)}"
+        raise UserError(f"engine {name!r} does not {what} jobs; {use}")
     return kind()
 
 
@@ -93,7 +98,7 @@ def kinds() -> list[type[Engine]]:
 def _kind(name: str) -> type[Engine]:
     place = _BUILT_IN.get(name) or _plug_ins().get(name)
     if place is None:
-        raise UserError(f"there is no engine {name!r}; there are: {', '.join(names()) or 'none'}")
+        raise UserError(f"there is no engine {name!r}; the engines are: {', '.join(names())}")
     module, _, attribute = place.partition(":")
     try:
         kind = getattr(import_module(module), attribute)

@@ -39,6 +39,15 @@ class JobSpec:
         """As `--nnodes` has it."""
         return f"{self.min_nodes}" if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether the lines of workers begin with host and rank, as they do unless the user objects."""
+        return "--prefix=never" not in self.options
+
+    @property
+    def prefix_options(self) -> list[str]:
+        return ["--prefix=always"] if self.has_prefixes else []
+
     def agent_command(self, *engine_options: str) -> list[str]:
         return [*self.holdfast, *self.agent_arguments(*engine_options)]
 

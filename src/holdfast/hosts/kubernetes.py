@@ -104,9 +104,17 @@ class Kubernetes(Engine):
     )  # fmt: skip
 
     def render(self, job: JobSpec, settings: Mapping[str, Any]) -> str:
+        """One List of all documents, as JSON: kubectl reads it as it reads YAML."""
         name = _checked(job, settings)
         documents = _DOCUMENTS[settings["kind"]](name, job, settings)
-        return _opening(name, settings) + "---\n".join("".join(_block(each)) for each in documents)
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}, indent=2) + "\n"
+
+    def advice(self, settings: Mapping[str, Any]) -> str:
+        if not settings["secret"]:
+            return "without --secret NAME every pod that can reach this job's pods can join or disturb the run"
+        where = f" --namespace {settings['namespace']}" if settings["namespace"] else ""
+        secret = f"kubectl create secret generic {settings['secret']}{where} --from-file={_TOKEN_KEY}=/dev/stdin"
+        return f"make the token first: holdfast token | {secret}"
 
 
 # --- input --------------------------------------------------------------------------------------------------------
@@ -347,7 +355,7 @@ def _environment(job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
 
 
 def _literal(text: str) -> str:
-    """A text that the kubelet makes the given one of: it takes `$(NAME)` for a variable and `$$` for a `$`."""
+    """The kubelet takes `$(NAME)` for a variable and `$$` for a `$`."""
     return text.replace("$", "$$")
 
 
@@ -357,53 +365,3 @@ def _resources(settings: Mapping[str, Any]) -> Tree:
     requests = {**({"cpu": cpu} if cpu else {}), **({"memory": memory} if memory else {})}
     limits = {**({"memory": memory} if memory else {}), **({settings["gpu_resource"]: str(gpus)} if gpus else {})}
     return {**({"requests": requests} if requests else {}), **({"limits": limits} if limits else {})}
-
-
-# --- text ---------------------------------------------------------------------------------------------------------
-
-
-def _opening(name: str, settings: Mapping[str, Any]) -> str:
-    where = f" --namespace {settings['namespace']}" if settings["namespace"] else ""
-    secret = settings["secret"]
-    lines = [
-        "Start it with `kubectl create -f FILE`, end it with `kubectl delete -f FILE`. `holdfast stop` would end the",
-        "pods as an eviction does, and Kubernetes would replace them.",
-    ]
-    if secret:
-        lines += [
-            f"Make the token first: holdfast token | kubectl create secret generic {secret}{where} "
-            f"--from-file={_TOKEN_KEY}=/dev/stdin"
-        ]
-    else:
-        lines += ["Without --secret NAME every pod that can reach this job's pods can join or disturb the run."]
-    return f"# holdfast {settings['kind']} {name}\n" + "".join(f"# {line}\n" for line in lines)
-
-
-_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
-_NOT_PLAIN = {"true", "false", "yes", "no", "on", "off", "y", "n", "null"}
-_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
-
-
-def _block(value: Any, indent: str = "") -> list[str]:
-    """YAML, in lines, of a mapping or a list. Texts are quoted as in JSON, unless they can be nothing else."""
-    lines = []
-    items = value.items() if isinstance(value, dict) else ((None, each) for each in value)
-    for key, each in items:
-        head = f"{indent}- " if key is None else f"{indent}{_scalar(key)}:"
-        if not isinstance(each, (dict, list)):
-            lines.append(f"{head}{'' if key is None else ' '}{_scalar(each)}\n")
-        elif key is None:  # What is in an item begins in its line.
-            first, *rest = _block(each, f"{indent}  ")
-            lines += [head + first.removeprefix(f"{indent}  "), *rest]
-        else:
-            lines += [f"{head}\n", *_block(each, f"{indent}  ")]
-    return lines
-
-
-def _scalar(value: str | int | bool) -> str:
-    if not isinstance(value, str):
-        return json.dumps(value)
-    if _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
-        return value
-    text = json.dumps(value, ensure_ascii=False)
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,31 +1,31 @@
-"""`holdfast submit --on ray`: one agent on each node of a Ray cluster. Nothing else imports `ray`.
+"""`holdfast submit ray`: one agent on each node of a Ray cluster. Nothing else imports `ray`.
 
 Theory of operation
 
     the caller, a Ray driver
-      +-- coordinator (owned.py): where the nodes meet. Its port is bound here first, and kept.
+      +-- coordinator (die_with_parent): where the nodes meet. Its port is bound here first, and kept.
       |
-      +== a call that waits ==> actor on node 1 (ray_actor.py) -- owned.py -- agent -- spawner -- workers
-      +== a call that waits ==> actor on node 2                -- owned.py -- agent -- spawner -- workers
+      +== a call that waits ==> actor on node 1 (HostAgent) -- die_with_parent -- agent -- spawner -- workers
+      +== a call that waits ==> actor on node 2             -- die_with_parent -- agent -- spawner -- workers
 
-The main thread decides, by the machine in `placement.py`; states and cases are told there. It sleeps until an answer of
-an actor, a list of nodes, a signal or a deadline wakes it. Other threads only wait in blocking calls: Ray's own, which
-deliver the answers of actors; the one that asks for the nodes; the one that writes to the console.
+The main thread decides, by the machine in `agent_fleet.py`; states and cases are told there. It sleeps until an answer
+of an actor, a list of nodes, a signal or a deadline wakes it. Other threads only wait in blocking calls: Ray's own,
+which deliver the answers of actors; the one that asks for the nodes; the one that writes to the console.
 
 The coordinator is where the caller is and not on the first node: the job ends with the caller anyway, so there is no
 other node whose loss ends it. Ray demands that drivers and nodes reach each other.
 
 Failures:
 
-    a worker, an agent, a node      see `placement.py`: the run decides
+    a worker, an agent, a node      see `agent_fleet.py`: the run decides
     an actor does not answer        its calls are repeated, which is safe. If it is dead, Ray says so in the end.
-    the coordinator dies            it is started again on the same port, and goes on from its memory
+    the coordinator dies            it is started again on the same port, and continues from its memory
     SIGTERM, Ctrl-C at the caller   passed on to the agents, which end in order; those that do not are killed
-    the caller is killed            Ray kills its actors. On each node `owned.py` sees its pipe close, and ends the
-                                    agent. So does the one that runs the coordinator.
+    the caller is killed            Ray kills its actors. On each node `die_with_parent` sees its pipe close, and ends
+                                    the agent. So does the one that runs the coordinator.
     the head of Ray is killed       no list of nodes comes for `_PATIENCE_S`. (Ray itself ends this process after a
                                     minute.) Actors are reached without the head, so the agents end in order. An actor
-                                    that is not reached ends its agent when `renew` fails to come.
+                                    that is not reached ends its agent when its lease ends.
     the console is not read         output stays with the actors, then with the agents, then workers wait, as at home.
                                     Ends are learned by calls of their own.
 """
@@ -49,29 +49,34 @@ from importlib.util import find_spec
 from typing import Any
 
 import holdfast
-from holdfast import loop, signals, stdio
+from holdfast import escape, loop, signals, stdio
 from holdfast.errors import HostError, UserError
-from holdfast.hosts.engines import Engine, EngineOption
-from holdfast.hosts.job import JobSpec
-from holdfast.hosts.node_output import Batch, NodeOutput
-from holdfast.hosts.own_coordinator import OwnCoordinator, rdzv_conf
-from holdfast.hosts.placement import (
-    ClusterLost,
+from holdfast.hosts import own_lines
+from holdfast.hosts.agent_fleet import (
+    AgentFleet,
     Command,
     Cut,
     Ended,
     Event,
-    Interrupted,
+    Failed,
+    FleetSettings,
+    Forward,
+    Host,
+    HostsSeen,
     Lost,
-    Node,
-    NodesSeen,
-    Pass,
-    Placement,
+    Outcome,
+    Prepare,
+    Ready,
     Say,
+    Signalled,
     Start,
-    Started,
+    TimePassed,
 )
-from holdfast.hosts.ray_actor import NodeAgent, Order
+from holdfast.hosts.console import EngineConsole
+from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.host_agent import AgentOrder, Batch, HostAgent
+from holdfast.hosts.job import JobSpec
+from holdfast.hosts.job_coordinator import JobCoordinator, rdzv_conf
 from holdfast.log import Logger
 from holdfast.rendezvous.membership import keys
 
@@ -81,11 +86,12 @@ _CONNECT_S = 30.0
 _ASK_EVERY_S = 1.0
 _FIRST_ASK_S = 0.05
 _PATIENCE_S = 15.0
-_RENEW_EVERY_S = 5.0
+_RENEW_EVERY_S, _LEASE_S = 5.0, 30.0
 _GOODBYE_S = 5.0
 _REPEAT_S = 0.5
 _SILENT = "its actor does not answer"
 _CONCURRENT_CALLS = 16
+_KILLED = 128 + signal.SIGKILL
 
 
 def _amount(text: str) -> float:
@@ -94,7 +100,7 @@ def _amount(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e6:
-        raise ValueError(f"{text!r} is not a number of them, such as 4")
+        raise ValueError(f"{text!r} is not a number such as 4")
     return value
 
 
@@ -124,12 +130,16 @@ class Ray(Engine):
         if settings["detach"]:
             raise UserError(
                 "--detach: on ray the job ends with this command; to let it run on without a terminal, use "
-                "`ray job submit --no-wait -- holdfast submit --on ray ...`"
+                "`ray job submit --no-wait -- holdfast submit ray ...`"
             )
         if find_spec("ray") is None:
             raise HostError("the package ray is missing here; install it with: pip install 'holdfast[ray]'")
         with _connected(settings["address"] or os.environ.get("RAY_ADDRESS") or "auto", settings["runtime_env_json"]):
-            return _Run(job, settings).run()
+            outcome = _Run(job, settings).run()
+        words = outcome.words or f"holdfast submit: error: {outcome.error}\n"
+        if outcome.code:
+            stdio.write(sys.stderr, escape.lines(words), may_drop=False)
+        return outcome.code
 
 
 @contextlib.contextmanager
@@ -182,7 +192,7 @@ class _Aside(io.TextIOBase):
 def _check_address(address: str) -> None:
     if address.startswith("ray://"):
         raise UserError(f"--address {address}: not through Ray's client; run this command on a node of the cluster, or "
-                        "by `ray job submit -- holdfast submit --on ray ...`")  # fmt: skip
+                        "by `ray job submit -- holdfast submit ray ...`")  # fmt: skip
     host, colon, port = address.rpartition(":")
     if address in ("auto", "local") or not colon or not port.isdecimal():
         if address != "auto":
@@ -213,19 +223,22 @@ class _Run:
         self._job, self._settings = job, settings
         self._token = os.environ.get("HOLDFAST_TOKEN") or keys.made_token(os.urandom(32))
         self._wakeup, self._news = loop.Wakeup(), queue.SimpleQueue[Callable[[], Event | None]]()
-        self._machine = Placement(job.min_nodes, job.max_nodes, job.join_timeout_s, job.grace_s, time.monotonic())
+        fleet = FleetSettings(job.min_nodes, job.max_nodes, job.nnodes, job.grace_s, is_fixed=False,
+                              join_timeout_s=job.join_timeout_s)  # fmt: skip
+        self._fleet = AgentFleet(fleet, time.monotonic())
         self._addresses: dict[str, str] = {}
         self._resources: dict[str, float] = {}  # The GPUs of each node.
         self._names: dict[str, str] = {}
+        self._hosts: dict[str, Host] = {}  # Those that were prepared.
         self._actors: dict[str, Any] = {}
         self._unread: set[Any] = set()  # Actors whose output has not ended.
         self._nodes_at = time.monotonic()
         self._is_over, self._is_head_lost = threading.Event(), False
         self._silent: set[str] = set()  # Nodes whose actor did not answer the last call.
-        self._console = NodeOutput(has_names=job.max_nodes > 1)
-        self._coordinator = OwnCoordinator(job, self._ray.util.get_node_ip_address(), self._token, self._wakeup.wake)
+        self._console = EngineConsole(has_prefixes=job.has_prefixes)
+        self._coordinator = JobCoordinator(job, self._ray.util.get_node_ip_address(), self._token, self._wakeup.wake)
 
-    def run(self) -> int:
+    def run(self) -> Outcome:
         threading.Thread(target=self._watch_nodes, name="holdfast-nodes", daemon=True).start()
         try:
             self._loop()
@@ -236,16 +249,12 @@ class _Run:
                 self._cut(node_id)
             self._coordinator.close()
             self._console.close()
-        outcome = self._machine.outcome
-        if outcome.error:
-            raise HostError(outcome.error)
-        if outcome.report:
-            stdio.write(sys.stderr, outcome.report, may_drop=False)
-        return outcome.code
+        assert self._fleet.outcome is not None
+        return self._fleet.outcome
 
     def _loop(self) -> None:
         renew_at = next_at = time.monotonic()
-        while not self._machine.is_over:
+        while not self._fleet.is_over:
             now = time.monotonic()
             if now >= next_at + _RENEW_EVERY_S:  # This process was stopped, and could not listen to Ray.
                 self._nodes_at += now - next_at
@@ -253,28 +262,27 @@ class _Run:
                 renew_at = now + _RENEW_EVERY_S
                 for actor in self._actors.values():
                     actor.renew.remote()
-            for event in [*self._new_events(now), None]:
-                for command in self._machine.step(event, now):
+            for event in [*self._new_events(now), TimePassed()]:
+                for command in self._fleet.step(event, now):
                     self._obey(command)
-            deadlines = [renew_at, self._machine.next_deadline(), self._nodes_at + _PATIENCE_S]
+            deadlines = [renew_at, self._fleet.next_deadline(), self._nodes_at + _PATIENCE_S]
             next_at = min(deadline for deadline in deadlines if deadline is not None and deadline > now)
-            if not self._machine.is_over:
+            if not self._fleet.is_over:
                 loop.wait_readable([self._wakeup.fileno()], next_at - now)
 
     def _new_events(self, now: float) -> Iterator[Event]:
         self._wakeup.clear()
         while (number := signals.inbox().take()) is not None:
-            logger.info("%s: stopping the job", signals.signal_name(number))
-            yield Interrupted(number)
+            yield Signalled(number)
         while not self._news.empty():
             if (event := self._news.get()()) is not None:
                 yield event
         if problem := self._coordinator.keep_up():
-            yield ClusterLost(problem)
+            yield Failed(problem)
         if now >= self._nodes_at + _PATIENCE_S and not self._is_head_lost:
             self._is_head_lost = True
             logger.error("the head of Ray has not answered for %g s: stopping the job", _PATIENCE_S)
-            yield ClusterLost("Ray was lost, and the job was stopped")
+            yield Failed("Ray was lost, and the job was stopped")
             for node_id in self._silent:
                 yield Lost(node_id, _SILENT)
 
@@ -291,12 +299,17 @@ class _Run:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Start(node):
-                self._start(node)
-            case Pass(node_id, number):
-                self._actors[node_id].pass_on.remote(int(number))
+            case Prepare(host):
+                self._prepare(host)
+            case Start(node_id) if node_id in self._actors:  # Else its loss is about to be told.
+                host = self._hosts[node_id]
+                self._ask(host, self._actors[node_id], "start", self._order(host), then=self._started)
+            case Forward(number, node_ids):
+                for node_id in [each for each in node_ids if each in self._actors]:
+                    self._actors[node_id].pass_on.remote(int(number))
             case Cut(node_id):
                 self._cut(node_id)
+                self._put(lambda: Lost(node_id, "it was cut off"))
             case Say(text, is_warning):
                 logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
 
@@ -313,9 +326,9 @@ class _Run:
             else:
                 self._put(partial(self._see, nodes))
 
-    def _see(self, found: Sequence[Mapping[str, Any]]) -> NodesSeen:
+    def _see(self, found: Sequence[Mapping[str, Any]]) -> HostsSeen:
         self._nodes_at = time.monotonic()
-        nodes = []
+        hosts = []
         for each in found:
             node_id = each["NodeID"]
             if not each["Alive"]:
@@ -323,13 +336,13 @@ class _Run:
                 continue
             self._addresses[node_id] = each["NodeManagerAddress"]
             self._resources[node_id] = each["Resources"].get("GPU", 0.0)
-            nodes.append(Node(node_id, self._name_of(node_id, each), self._lacking(each["Resources"])))
-        return NodesSeen(tuple(sorted(nodes, key=lambda node: node.name)))  # Ray has no order of its own.
+            hosts.append(Host(node_id, self._name_of(node_id, each), self._lacking(each["Resources"])))
+        return HostsSeen(tuple(sorted(hosts, key=lambda host: host.name)))  # Ray has no order of its own.
 
     def _name_of(self, node_id: str, node: Mapping[str, Any]) -> str:
         """Ray's own: the address, unless the node was started with --node-name."""
         if node_id not in self._names:
-            name = node.get("NodeName") or node["NodeManagerAddress"]
+            name = escape.one_line(node.get("NodeName") or node["NodeManagerAddress"])
             self._names[node_id] = name if name not in self._names.values() else f"{name}-{node_id[:6]}"
         return self._names[node_id]
 
@@ -340,54 +353,62 @@ class _Run:
 
     # One agent.
 
-    def _start(self, node: Node) -> None:
+    def _prepare(self, host: Host) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         gpus = self._settings["gpus_per_node"]
         actor = (
-            self._ray.remote(NodeAgent)
+            self._ray.remote(HostAgent)
             .options(
                 num_cpus=self._settings["cpus_per_node"],
-                num_gpus=self._resources[node.node_id] if gpus is None else gpus,
+                num_gpus=self._resources[host.host_id] if gpus is None else gpus,
                 max_restarts=0,
                 max_concurrency=_CONCURRENT_CALLS,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(host.host_id, soft=False),
             )
-            .remote()
+            .remote(_LEASE_S)
         )
-        self._actors[node.node_id] = actor
-        self._ask(node, actor, "start", self._order(node), then=self._started)
+        self._hosts[host.host_id], self._actors[host.host_id] = host, actor
+        self._ask(host, actor, "version", then=self._ready)
 
-    def _order(self, node: Node) -> Order:
+    def _ready(self, host: Host, actor: Any, version: str) -> Ready:
+        if version != holdfast.__version__:
+            logger.warning("%s: has holdfast %s, here is %s", host.name, version, holdfast.__version__)
+        return Ready(host.host_id)
+
+    def _order(self, host: Host) -> AgentOrder:
         job, runtime_env = self._job, self._settings["runtime_env_json"] or {}
-        command = job.agent_command(
+        arguments = job.agent_arguments(
             "--rdzv-backend=tcp",
             f"--rdzv-endpoint={self._coordinator.endpoint}",
-            f"--local-addr={self._addresses[node.node_id]}",
+            f"--local-addr={self._addresses[host.host_id]}",
             f"--rdzv-conf={','.join(filter(None, (rdzv_conf(job), 'is_host=false')))}",
+            *job.prefix_options,
         )
         # Ray derives the number of threads from the CPUs of the actor; the agent has its own rule for its workers.
         threads = "OMP_NUM_THREADS"
-        return Order(
-            command=tuple(command[1:]),
+        own = {"HOLDFAST_TOKEN": self._token, own_lines.PREFIX_VARIABLE: own_lines.prefix_template(host.name)}
+        return AgentOrder(
+            arguments=tuple(arguments),
             directory="" if "working_dir" in runtime_env else job.directory,
-            environment={**dict(job.environment), "HOLDFAST_TOKEN": self._token},
+            environment={**own, **dict(job.environment)},
             without=() if threads in runtime_env.get("env_vars", {}) else (threads,),
             grace_s=job.grace_s,
         )
 
-    def _started(self, node: Node, actor: Any, version: str) -> Started:
-        if version != holdfast.__version__:
-            logger.warning("%s: has holdfast %s, here is %s", node.name, version, holdfast.__version__)
+    def _started(self, host: Host, actor: Any, _: None) -> None:
         self._unread.add(actor)
-        self._ask(node, actor, "wait", then=self._ended)
-        self._ask(node, actor, "read", 0, then=partial(self._show, 0))
-        return Started(node.node_id)
+        self._console.open(host.name)
+        self._ask(host, actor, "wait", then=self._ended)
+        self._ask(host, actor, "read", 0, then=partial(self._show, 0))
 
-    def _ended(self, node: Node, actor: Any, end: tuple[int, str]) -> Ended:
-        return Ended(node.node_id, *end)
+    def _ended(self, host: Host, actor: Any, end: tuple[int, str]) -> Ended | Lost:
+        code, words = end
+        if code == _KILLED:
+            return Lost(host.host_id, "its agent was killed", may_retry=True)
+        return Ended(host.host_id, code, words)
 
-    def _show(self, fetched: int, node: Node, actor: Any, answer: tuple[int, Batch, bool]) -> None:
+    def _show(self, fetched: int, host: Host, actor: Any, answer: tuple[int, Batch, bool]) -> None:
         number, batch, is_last = answer
         if number < fetched:
             return  # Shown before.
@@ -395,47 +416,48 @@ class _Run:
             go_on: Callable[[], None] = partial(self._unread.discard, actor)
         else:
             then = partial(self._show, number + 1)
-            go_on = partial(self._ask, node, actor, "read", number + 1, then=then)
-        self._console.write(node.name, batch, partial(self._put, go_on))
+            go_on = partial(self._ask, host, actor, "read", number + 1, then=then)
+        self._console.write(host.name, batch, partial(self._put, go_on))
+        if is_last:
+            self._console.close_host(host.name)
 
     def _ask(
-        self, node: Node, actor: Any, method: str, *args: Any, then: Callable[[Node, Any, Any], Event | None]
+        self, host: Host, actor: Any, method: str, *args: Any, then: Callable[[Host, Any, Any], Event | None]
     ) -> None:
         """Call the actor; `then` gets the answer, in the main thread."""
 
         def answered(future: Any) -> None:
             error = future.exception()
             if error is None:
-                self._silent.discard(node.node_id)
-                self._put(partial(then, node, actor, future.result()))
+                self._silent.discard(host.host_id)
+                self._put(partial(then, host, actor, future.result()))
             elif isinstance(error, self._ray.exceptions.ActorUnavailableError):
-                self._put(partial(self._repeat, node, partial(self._ask, node, actor, method, *args, then=then)))
+                self._put(partial(self._repeat, host, partial(self._ask, host, actor, method, *args, then=then)))
             else:
-                self._put(partial(self._lose, node, actor, error))
+                self._put(partial(self._lose, host, actor, error))
 
         if actor in self._actors.values() or actor in self._unread:
             getattr(actor, method).remote(*args).future().add_done_callback(answered)
 
-    def _repeat(self, node: Node, call: Callable[[], None]) -> Lost | None:
+    def _repeat(self, host: Host, call: Callable[[], None]) -> Lost | None:
         """The actor may be back. If it is dead, Ray says so, unless its head is gone."""
-        self._silent.add(node.node_id)
+        self._silent.add(host.host_id)
         if self._is_head_lost:
-            return Lost(node.node_id, _SILENT)
+            return Lost(host.host_id, _SILENT)
         threading.Timer(_REPEAT_S, self._put, [call]).start()
         return None
 
-    def _lose(self, node: Node, actor: Any, error: BaseException) -> Lost | None:
+    def _lose(self, host: Host, actor: Any, error: BaseException) -> Lost | None:
         self._unread.discard(actor)
-        if self._actors.get(node.node_id) is not actor:
+        if self._actors.get(host.host_id) is not actor:
             return None
+        self._cut(host.host_id)
         is_ours = isinstance(error, self._ray.exceptions.RayTaskError)
         has_died = isinstance(error, self._ray.exceptions.RayActorError)
-        reason = (
-            "its agent is lost: Ray has ended the actor" if has_died else f"cannot start an agent: {_words_of(error)}"
-        )
+        reason = "Ray has ended the actor" if has_died else f"cannot start an agent: {_words_of(error)}"
         if "No module named 'holdfast'" in str(error):
             is_ours, reason = True, "there is no holdfast for the Python of Ray; install it there: pip install holdfast"
-        return Lost(node.node_id, reason, is_final=is_ours)
+        return Lost(host.host_id, reason, may_retry=not is_ours)
 
     def _cut(self, node_id: str) -> None:
         actor = self._actors.pop(node_id, None)

@@ -1,9 +1,9 @@
 """Slurm: a job as a batch script (`holdfast render slurm`), and the command that submits it and waits for its end.
 
 The script starts one agent a node with `srun`. The agents find out where they meet from Slurm's variables
-(`hosts.environment`); the script adds what only it knows: a run id of its own for each time that Slurm starts the job,
-and a token. `submit` gives the script to `sbatch --wait`, which ends with the job, shows what the job writes to its
-output file, and cancels the job if it is stopped itself.
+(`hosts.engine_detection`); the script adds what only it knows: a run id of its own for each time that Slurm starts the
+job, and a token. `submit` gives the script to `sbatch --wait`, which ends with the job, shows what the job writes to
+its output file, and cancels the job if it is stopped itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import IO, Any
 from holdfast import escape, loop, signals, stdio
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import frozen
+from holdfast.hosts.console import EngineConsole
 from holdfast.hosts.engines import Engine, EngineOption
 from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
-from holdfast.hosts.node_output import ConsoleThread
+from holdfast.hosts.own_lines import PREFIX_VARIABLE, prefix_template
 from holdfast.log import Logger
+from holdfast.process.output.lines import HeldLine
 
 log = Logger(__name__)
 
@@ -71,7 +73,7 @@ class Slurm(Engine):
                 raise _refusal(done.stderr)
             stdio.write(sys.stdout, f"{done.stdout.strip()}\n", may_drop=False)
             return 0
-        return _Submission(script, job.run_id).wait()
+        return _Submission(script, job).wait()
 
 
 # --- the script: pure -----------------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def _directives(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[tuple[str
     for word in words:
         name, _, value = word.partition("=")
         if not name.startswith("-"):
-            raise UserError(f"--sbatch: write options with an equals sign, as in --qos=high; {word!r} is none")
+            raise UserError(f"--sbatch: write options with an equals sign, as in --qos=high, not {word!r}")
         yield name, value
 
 
@@ -158,8 +160,12 @@ def _body(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[str]:
         # A run of a fixed size cannot go on without one of its agents, and Slurm starts no other. It does not ask how
         # an agent has ended, so those that have succeeded must wait for the others.
         wait, patience = f" --wait={_LAST_AGENTS_S}", [LONG_EXIT_BARRIER]
-    words = [own.get(word) or _quoted(word) for word in job.agent_command(*patience)]
+    words = [own.get(word) or _quoted(word) for word in job.agent_command(*patience, *job.prefix_options)]
     yield ""
+    if job.has_prefixes:
+        yield "# Lines of workers begin with their node and rank."
+        template = prefix_template("$SLURMD_NODENAME").replace("${rank}", "\\${rank}")
+        words = ["bash", "-c", f"""'export {PREFIX_VARIABLE}="{template}"; exec "$@"'""", "agent", *words]
     yield f"srun --ntasks-per-node=1{wait}{cpus} {' '.join(words)} &"
     yield "agents=$!"
     yield 'wait "$agents"; code=$?'
@@ -179,30 +185,42 @@ def _last_line(text: str) -> str:
     return lines[-1].removeprefix("sbatch: ").removeprefix("error: ") if lines else ""
 
 
-class _Output(ConsoleThread):
+class _Output:
     """Shows what the job writes to its output file. Slurm makes the file when the job starts."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, has_prefixes: bool) -> None:
         self._path, self._is_over = path, threading.Event()
         self._file: IO[bytes] | None = None
-        super().__init__()
+        self._console = EngineConsole(has_prefixes=has_prefixes)
+        self._reader = threading.Thread(target=self._read_all, name="holdfast-output", daemon=True)
+        self._reader.start()
 
     @property
     def is_found(self) -> bool:
         return self._file is not None
 
-    def write_all(self) -> None:
-        is_over = False
+    def _read_all(self) -> None:
+        is_over, held = False, HeldLine()
         while not is_over:
             is_over = self._is_over.wait(_LOOK_AGAIN_S)
             with contextlib.suppress(OSError):  # Not there yet, or its server does not answer now.
                 self._file = self._file or open(self._path, "rb", buffering=0)  # noqa: SIM115  (open until the job ends)
                 while piece := self._file.read(_PIECE_BYTES):
-                    self.put(1, piece)
+                    self._show(held.take(piece))
+        self._show(held.flush())
+
+    def _show(self, lines: bytes) -> None:
+        is_written = threading.Event()
+        self._console.write("", [("stdout", lines)], is_written.set)
+        is_written.wait()
 
     def close(self) -> None:
         self._is_over.set()
-        self.join()
+        while self._reader.is_alive():
+            self._reader.join(_LOOK_AGAIN_S)
+            if self._console.is_stuck:
+                self._console.abandon()
+        self._console.close()
 
 
 @frozen
@@ -233,7 +251,8 @@ class _SlurmJob:
 class _Submission:
     """One job from its submission to its end. Signals are noted in the inbox, and handled between two looks."""
 
-    def __init__(self, script: str, run_id: str) -> None:
+    def __init__(self, script: str, job: JobSpec) -> None:
+        self._has_prefixes = job.has_prefixes
         self._reason, self._next_question = "", time.monotonic() + _QUEUE_LOOK_S
         self._stopped_by: signal.Signals | None = None
         # In a session of its own, so that Ctrl-C does not end it: it is what knows when the job is over.
@@ -246,7 +265,7 @@ class _Submission:
         except BaseException:
             self._end_sbatch()
             raise
-        log.info("submitted as Slurm job %s, run %r; its output goes to %s", self._job, run_id, self._path)
+        log.info("submitted as Slurm job %s, run %r; its output goes to %s", self._job, job.run_id, self._path)
 
     def _submit(self, script: str) -> _SlurmJob:
         """sbatch prints the id and then waits. A controller that is down makes it try for a while. A signal waits for
@@ -276,7 +295,7 @@ class _Submission:
 
     def wait(self) -> int:
         """The job's exit code, when it has ended."""
-        self._output = _Output(self._path)
+        self._output = _Output(self._path, has_prefixes=self._has_prefixes)
         try:
             facts = self._await_end()
         finally:

@@ -1,6 +1,6 @@
 """A real etcd for tests and demos: one server, or a cluster of three, at free ports and with data of its own.
 
-Each etcd runs under `hosts/owned.py`, which ends it when this process ends, even by SIGKILL. This process holds the
+Each etcd runs under `die_with_parent.py`, which ends it when this process ends, even by SIGKILL. This process holds the
 ports, bound but not listening, until the server is stopped: the kernel gives them to no other process, and etcd can
 still listen there (see `endpoints.bind_port`).
 
@@ -24,9 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Self
 
-from holdfast import procfs
+from holdfast import die_with_parent, procfs
 from holdfast.errors import HostError, UserError
-from holdfast.hosts import owned
 from holdfast.loop import release_in_children
 from holdfast.rendezvous.endpoints import bind_port
 from holdfast.rendezvous.etcd.gateway import Gateway
@@ -199,7 +198,7 @@ class _Member:
         url = f"{'https' if is_secure else 'http'}://{_HOST}:{self.port}"
         name, _, peer_url = self.peer.partition("=")
         command = [
-            *(sys.executable, "-I", "-S", owned.__file__, "0", self._temporary),
+            *(sys.executable, "-I", "-S", die_with_parent.__file__, "0", self._temporary),
             find_etcd_binary(),
             f"--name={name}",
             f"--data-dir={os.path.join(self.home, 'data')}",

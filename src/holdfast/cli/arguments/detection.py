@@ -1,7 +1,7 @@
 """What `holdfast run` takes from the engine that has started it, where the command line leaves it open.
 
 An option that says where the nodes meet, or that there is one node, switches the detection off. `--nnodes` and
-`--rdzv-id` count beside it. `hosts.environment` reads the variables; here is what becomes of them.
+`--rdzv-id` count beside it. `hosts.engine_detection` reads the variables; here is what becomes of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from holdfast.errors import UserError
-from holdfast.hosts import environment
-from holdfast.hosts.environment import Contradiction, Found, LeftAlone
+from holdfast.hosts import engine_detection
+from holdfast.hosts.engine_detection import Contradiction, Found, LeftAlone
 from holdfast.log import Logger
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def complete(args: RunArguments) -> None:
     if not args.may_detect or _PLACES & given.keys():
         return
     asked = parse_min_max_nnodes(args.nnodes) if "nnodes" in given else None
-    match environment.found(os.environ, _node_file()):
+    match engine_detection.found(os.environ, _node_file()):
         case LeftAlone(advice, is_first) if is_first and asked != (1, 1):
             log.warning("%s", advice)
         case Contradiction(text) if asked != (1, 1):

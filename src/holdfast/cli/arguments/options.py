@@ -251,7 +251,7 @@ class RunArguments:
 
     `given` has the words of the options that were typed or are in the environment, by name; `from_environment` are the
     options that the environment has set. `may_detect` is for command lines: the arguments that a program has made
-    itself mean what they say. `prefix_template` is for the labels of workers that `--hosts` has started.
+    itself mean what they say.
     """
 
     training_script: str
@@ -259,7 +259,6 @@ class RunArguments:
     given: dict[str, str]
     from_environment: tuple[Option, ...] = ()
     may_detect: bool = False
-    prefix_template: str | None = None
 
     # fmt: off
     nproc_per_node = value("--nproc-per-node N", WORKERS, str, "1", is_common=True, help=

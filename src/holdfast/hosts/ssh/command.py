@@ -18,7 +18,7 @@ _NOT_FOUND = (126, 127)
 
 # These words need no quotes, whatever the login shell. -P keeps the directory in which ssh starts it out of the path of
 # imports: a file there could have the name of a module.
-_REMOTE = "-P -m holdfast remote-agent {mark} {timeout_s:g}"
+_REMOTE = "-P -m holdfast.hosts.ssh.remote_agent {mark} {timeout_s:g}"
 
 
 def ssh_command(ssh: Sequence[str], target: str, python: str, mark: str, timeout_s: float) -> list[str]:
@@ -82,7 +82,7 @@ def meaning_of_failure(
     status: int, said: str, target: str, python: str, timeout_s: float, *, is_cut: bool = False
 ) -> Meaning:
     """An ssh that has ended before the host said hello, with this exit status. `said` is its stderr."""
-    last = _last_line(said)
+    last = last_line(said)
     if is_cut:
         words = f"; its last words were: {last}" if last else ""
         return Meaning(f"it did not answer within {timeout_s:g} s{words}")
@@ -105,9 +105,9 @@ def _meaning_of_start(status: int, said: str, last: str, python: str) -> str:
     other = "; --remote-python names another one"
     if status in _NOT_FOUND:
         return f"there is no interpreter {python} on it{other}"
-    if re.search(r"No module named '?holdfast\.|unknown command 'remote-agent'", said):
+    if re.search(r"No module named '?holdfast\.", said):
         return f"its holdfast (of {python}) is another version; install the one of this host{other}"
-    if re.search(r"No module named '?holdfast'?\s*$", said):
+    if re.search(r"No module named '?holdfast'?\)?\s*$", said):
         return f"holdfast is not installed for {python} on it; install it there{other}"
     if "SyntaxError" in said or "nknown option: -P" in said or "requires" in last:
         return f"{python} on it cannot run holdfast, which needs Python 3.11 or newer{other}"
@@ -115,18 +115,18 @@ def _meaning_of_start(status: int, said: str, last: str, python: str) -> str:
     return f"holdfast cannot be started with {python} on it (exit status {status}){words}"
 
 
-def meaning_of_loss(status: int, last_line: str) -> str:
-    """An ssh that has ended without the agent's last frame."""
+def meaning_of_loss(status: int, last: str) -> str:
+    """An ssh that has ended before the agent's end was told."""
     if status < 0:
         return f"ssh was killed by signal {-status}"
-    if "not responding" in last_line:
+    if "not responding" in last:
         return "it does not answer any more"
-    words = f" ({last_line})" if last_line else ""
+    words = f" ({last})" if last else ""
     if status == _SSH_FAILED:
-        return f"the connection broke, or its agent was killed{words}"
+        return f"the connection broke{words}"
     return f"its agent ended with exit status {status}{words}"
 
 
-def _last_line(said: str) -> str:
+def last_line(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return lines[-1] if lines else ""

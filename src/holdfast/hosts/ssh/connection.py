@@ -1,7 +1,8 @@
-"""One ssh process and its pipes. Until the host is started they are read here, and by the pump from then on.
+"""One ssh process and its pipes.
 
-Nothing here blocks: what ssh does not take at once waits in `_unsent`, and the loop writes it when ssh takes more. ssh
-has a session of its own, so Ctrl-C at the terminal reaches this command alone.
+Nothing here blocks: what ssh does not take at once waits in `_unsent`, and the loop writes it when ssh takes more. The
+loop stops reading a host whose output waits for the console (`is_paused`). ssh has a session of its own, so Ctrl-C at
+the terminal reaches this command alone.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import IO
 
 from holdfast.errors import HostError
 from holdfast.hosts.ssh import messages
-from holdfast.hosts.ssh.messages import Hello
+from holdfast.hosts.ssh.messages import End, FrameReader, Hello, Lines
 
 _PIECE_BYTES = 1 << 16
-_KEPT_BYTES = 1 << 15  # Of what a host says before it is started.
+_KEPT_BYTES = 1 << 15  # Of what a host says before its hello, and of stderr.
 
 
 class Connection:
@@ -40,45 +41,67 @@ class Connection:
         self._outputs: list[IO[bytes]] = [process.stdout, process.stderr]
         for stream in (self._input, *self._outputs):
             os.set_blocking(stream.fileno(), False)
-        self._said = [b"", b""]
+        self._said = [b"", b""]  # The ends of what came on stdout, until the hello, and on stderr.
         self._has_ended = [False, False]
+        self._frames = FrameReader()
+        self.hello: Hello | None = None
+        self.is_started = self.is_paused = False
+        self.end: End | None = None
         self._unsent: deque[Iterator[bytes]] = deque()
         self._piece = b""
         self.is_cut = False
 
     def readable_fds(self) -> list[int]:
-        """Where the host may speak, until it is started."""
-        streams = zip(self._outputs, self._has_ended, strict=False)
-        return [stream.fileno() for stream, has_ended in streams if not has_ended]
+        """Where the host may speak."""
+        wants = (not self._has_ended[0] and not self.is_paused, not self._has_ended[1])
+        return [stream.fileno() for stream, is_wanted in zip(self._outputs, wants, strict=True) if is_wanted]
 
     def writable_fds(self) -> list[int]:
         return [self._input.fileno()] if self._piece or self._unsent else []
 
-    # Until the host is started.
-
-    def read(self) -> Hello | None:
-        """Take what there is; the hello, once it is complete. ValueError if it makes no sense."""
-        for number, stream in enumerate(self._outputs):
-            with contextlib.suppress(BlockingIOError):
-                while data := os.read(stream.fileno(), _PIECE_BYTES):
-                    self._said[number] = (self._said[number] + data)[-_KEPT_BYTES:]
-                self._has_ended[number] = True
-        return messages.find_hello(self._mark, self._said[0])
+    @property
+    def has_said_all(self) -> bool:
+        return self._has_ended[0]
 
     @property
     def stderr_text(self) -> str:
-        """The end of what came on stderr."""
+        """The end of what ssh and the shell of the host have said."""
         return self._said[1].decode("utf-8", "replace")
 
-    def release_outputs(self) -> tuple[int, int]:
-        """stdout and stderr, for the pump, which closes them."""
-        fds = [os.dup(stream.fileno()) for stream in self._outputs]
-        for stream in self._outputs:
-            stream.close()
-        self._outputs = []
-        return fds[0], fds[1]
+    def read(self) -> list[Lines]:
+        """Take what there is, or one piece of a host that has started. ValueError if it makes no sense."""
+        self._said[1] = (self._said[1] + b"".join(self._pieces(1)))[-_KEPT_BYTES:]
+        if self.is_paused:
+            return []
+        found: list[Lines] = []
+        for piece in self._pieces(0):
+            if self.hello is None:
+                self._said[0] = (self._said[0] + piece)[-_KEPT_BYTES:]
+                if (hello := messages.find_hello(self._mark, self._said[0])) is None:
+                    continue
+                self.hello, piece = hello
+            for frame in self._frames.take(piece):
+                if isinstance(frame, Lines):
+                    found.append(frame)
+                else:
+                    self.end = frame
+            if found:
+                break
+        return found
+
+    def _pieces(self, number: int) -> Iterator[bytes]:
+        with contextlib.suppress(BlockingIOError):
+            while not self._has_ended[number]:
+                if data := os.read(self._outputs[number].fileno(), _PIECE_BYTES):
+                    yield data
+                else:
+                    self._has_ended[number] = True
 
     # Messages to the host.
+
+    def begin(self) -> None:
+        """The host gets its order. What its shell has said is not the agent's."""
+        self.is_started, self._said[1] = True, b""
 
     def send(self, data: bytes) -> None:
         self._unsent.append(iter([data]))

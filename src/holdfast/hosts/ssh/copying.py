@@ -1,24 +1,23 @@
 """The files that `--copy` sends to the hosts: packed once here, unpacked there into a temporary directory.
 
-The directory is the working directory of the workers. On the host a process of its own (`Keeper`) removes it when the
-agent has ended, however that came about: it waits for the end of a pipe that only the agent holds open.
+The directory is the working directory of the workers. On the host a process of its own (`die_with_parent`) removes it
+when the remote agent has ended, however that came about.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import signal
+import subprocess
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import IO, Any
 
+from holdfast import die_with_parent
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import frozen
-from holdfast.hosts.ssh.output import counted
+from holdfast.hosts.own_lines import counted
 
 # Made by tools, large, and of no use elsewhere.
 LEFT_OUT = frozenset(
@@ -32,7 +31,7 @@ _PIECE_BYTES = 1 << 16
 
 @frozen
 class Archive:
-    """A packed file, open for reading, what is in it in words, and the name of the script in it (none of a module)."""
+    """A packed file, open for reading. `contents` says what is in it; `script` is empty for a module."""
 
     file: IO[bytes]
     size: int
@@ -41,7 +40,8 @@ class Archive:
 
 
 def pack(what: str, script: str, directory: str) -> Archive:
-    """`what` is as --copy has it: the script, or the working directory with all that is below it. A module is none."""
+    """`what` is as --copy has it: the script, or the working directory with all that is below it. `script`
+    is empty for a module."""
     if what == "script":
         if not os.path.isfile(script):
             raise UserError(f"--copy script: {script!r} is not a file here")
@@ -130,7 +130,7 @@ def _size_text(size: int) -> str:
     return f"{size} bytes" if size < 10_000 else f"{size / 1e3:.0f} KB" if size < 1e7 else f"{size / 1e6:.0f} MB"
 
 
-class Keeper:
+class Copy:
     """The temporary directory of a copy, on the host."""
 
     def __init__(self) -> None:
@@ -138,26 +138,11 @@ class Keeper:
             self.directory = tempfile.mkdtemp(prefix="holdfast-copy-")
         except OSError as error:
             raise HostError(f"no temporary directory for --copy can be made: {error.strerror}") from None
-        read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._remove_later(read_fd)
-        os.close(read_fd)
-
-    def _remove_later(self, read_fd: int) -> None:
-        """The process that only waits. It must hold nothing else open: ssh waits for the ends of its pipes."""
-        try:
-            os.setsid()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(number, signal.SIG_IGN)
-            os.chdir("/")
-            os.dup2(read_fd, 0)
-            os.closerange(1, 1 << 16)
-            while os.read(0, 1):
-                pass
-            shutil.rmtree(self.directory, ignore_errors=True)
-        finally:
-            os._exit(0)
+        null = subprocess.DEVNULL  # ssh waits for the ends of its pipes.
+        self._remover = subprocess.Popen(
+            die_with_parent.words(temporary=self.directory), stdin=subprocess.PIPE, stdout=null, stderr=null,
+            start_new_session=True,
+        )  # fmt: skip
 
     def unpack(self, file: IO[bytes]) -> None:
         try:
@@ -171,9 +156,7 @@ class Keeper:
 
     def close(self) -> None:
         """Returns when the directory is gone."""
-        os.close(self._write_fd)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+        self._remover.communicate()
 
 
 def receive(read: Callable[[int], bytes], size: int) -> IO[bytes]:

@@ -1,33 +1,34 @@
-"""What the command and a remote agent say to each other. Pure.
+"""What the command and a remote agent say to each other. PURE.
 
-A mark is a random text that the command makes up for one run. It is in every line that is not the output of workers,
-so that noise of the host's shell and lines of workers are never taken for one. The mark of the hello is in the command
-line of the host. That of the frames is in the order, because workers must not know it.
-
-    hello    one line on stdout: the mark and JSON. The host says it first.
-    order    one line on stdin: JSON. The bytes of an archive may follow.
-    words    later lines on stdin: `signal N`; an empty line is a ping.
-    frame    on stderr: the mark, `+` or `.`, a part of JSON, a newline. `+` says that the next frame continues it. A
-             frame is short enough for the kernel to write it in one piece. It may stand in the middle of a line of
-             workers, which goes on behind it.
+hello    one line on stdout: a mark and JSON. The host says it first. The mark is a random text that the command has
+         made up for this run, so that noise of the host's shell is not taken for a hello.
+order    one line on stdin: JSON. The bytes of an archive may follow.
+words    later lines on stdin: `signal N`; an empty line is a ping.
+frame    later on stdout: a letter, the length of what follows (4 bytes), and that many bytes. `o` and `e` are whole
+         lines of the agent's stdout and stderr, `x` is JSON about its end. The end of the stream without it means
+         that the host is lost.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
 
-from holdfast.frozen import fields_of, frozen
+import msgspec
 
-PROTOCOL = 1
+from holdfast.frozen import frozen
+from holdfast.hosts.own_lines import names_text
+from holdfast.rendezvous.membership.model import is_loopback
+
+PROTOCOL = 2
 MARK_START = "\x1e"
-_FRAME_BYTES = 4000  # Less than PIPE_BUF with the mark.
-_MESSAGE_BYTES = 1 << 20
 _HELLO_BYTES = 1 << 14
+_FRAME_BYTES = 1 << 22
+_HEAD_BYTES = 5
+_STREAMS = {b"o": "stdout", b"e": "stderr"}
 
 
-@frozen
-class Hello:
+class Hello(msgspec.Struct, frozen=True):
     """`address` is where ssh reached the host, empty if it is not known; `port` is free there, and held. `machine` is
     the same for two hosts that share their network interfaces."""
 
@@ -38,43 +39,57 @@ class Hello:
     machine: str
 
 
-@frozen
-class Order:
-    """`mark` is that of the frames, `label` the host's name in front of its lines. `holds_place`: the nodes meet at the
-    port that this host holds. `archive_bytes` follow the order; None: nothing is copied."""
+class Place(msgspec.Struct, frozen=True):
+    """The port at which the nodes meet, and the settings that it takes to ask the coordinator there."""
 
-    token: str
-    mark: str
-    label: str
-    directory: str
+    endpoint: str
+    run_id: str
+    settings: dict[str, str] = {}
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What the host is to run: see `host_agent.AgentOrder`. `place` is there if the nodes meet at the port that this
+    host holds. `archive_bytes` follow the order; None: nothing is copied."""
+
     arguments: tuple[str, ...]
+    directory: str
+    environment: dict[str, str]
     grace_s: float
-    environment: tuple[tuple[str, str], ...] = ()
-    holds_place: bool = False
+    place: Place | None = None
     archive_bytes: int | None = None
+
+
+class End(msgspec.Struct, frozen=True):
+    """How the agent ended, with its last words."""
+
+    code: int
+    words: str = ""
+
+
+@frozen
+class Lines:
+    stream: str
+    lines: bytes
 
 
 def hello_line(mark: str, hello: Hello) -> bytes:
     """Begins with a newline: noise need not end with one."""
-    return f"\n{MARK_START}{mark}{json.dumps(fields_of(hello))}\n".encode()
+    return b"\n" + f"{MARK_START}{mark}".encode() + msgspec.json.encode(hello) + b"\n"
 
 
-def find_hello(mark: str, said: bytes) -> Hello | None:
-    """The hello in what a host has said so far, if it is complete. ValueError if it makes no sense."""
+def find_hello(mark: str, said: bytes) -> tuple[Hello, bytes] | None:
+    """The hello in what a host has said so far, if it is complete, and what follows it. ValueError if it makes no
+    sense."""
     _, found, rest = said.partition(f"{MARK_START}{mark}".encode())
-    line, newline, _ = rest.partition(b"\n")
+    line, newline, after = rest.partition(b"\n")
     if not found or not newline:
         if found and len(rest) > _HELLO_BYTES:
             raise ValueError("its hello does not end")
         return None
     try:
-        values = json.loads(line)
-    except RecursionError:
-        values = None
-    kinds = {"protocol": int, "version": str, "address": str, "port": int, "machine": str}
-    if not isinstance(values, dict) or any(type(values.get(name)) is not kind for name, kind in kinds.items()):
-        raise ValueError("its hello makes no sense")
-    return Hello(**{name: values[name] for name in kinds})
+        return msgspec.json.decode(line, type=Hello), after
+    except (msgspec.MsgspecError, RecursionError):
+        raise ValueError("its hello makes no sense") from None
 
 
 def objection_to(hello: Hello, version: str, python: str) -> str:
@@ -85,73 +100,65 @@ def objection_to(hello: Hello, version: str, python: str) -> str:
     return ""
 
 
+def problem_of_first(hellos: Mapping[str, Hello]) -> str:
+    """Why these hosts, by their names, cannot meet at the first of them, where it was reached from here; or nothing."""
+    name, first = next(iter(hellos.items()))
+    remedy = "say where the nodes meet, with --rdzv-endpoint HOST:PORT"
+    if not first.address:
+        return f"{name} does not know at which address it was reached (SSH_CONNECTION is not set there); {remedy}"
+    apart = [each for each, hello in hellos.items() if hello.machine != first.machine]
+    if is_loopback(first.address) and apart:
+        where = f"{name} was reached at {first.address}, where {names_text(apart, len(hellos))} cannot reach it"
+        return f"{where}; give its name or address in the network, or {remedy}"
+    return ""
+
+
 def order_line(order: Order) -> bytes:
-    return json.dumps(fields_of(order)).encode() + b"\n"
+    """Arguments need not be UTF-8, which the standard library can write and msgspec cannot."""
+    return json.dumps(msgspec.to_builtins(order)).encode() + b"\n"
 
 
 def read_order(line: bytes) -> Order:
     """Comes from the command that started this process."""
-    values = json.loads(line)
-    values["arguments"] = tuple(values["arguments"])
-    values["environment"] = tuple((name, value) for name, value in values["environment"])
-    return Order(**values)
+    return msgspec.convert(json.loads(line), Order)
 
 
-def frames(mark: str, message: dict[str, Any]) -> list[str]:
-    text = json.dumps(message)
-    parts = [text[at : at + _FRAME_BYTES] for at in range(0, len(text), _FRAME_BYTES)]
-    kinds = ["+"] * (len(parts) - 1) + ["."]
-    return [f"{MARK_START}{mark}{kind}{part}\n" for kind, part in zip(kinds, parts, strict=True)]
+def lines_frame(stream: str, lines: bytes) -> bytes:
+    return _frame(b"o" if stream == "stdout" else b"e", lines)
+
+
+def end_frame(end: End) -> bytes:
+    return _frame(b"x", msgspec.json.encode(end))
+
+
+def _frame(kind: bytes, content: bytes) -> bytes:
+    return kind + len(content).to_bytes(4) + content
 
 
 class FrameReader:
-    """Takes the frames out of a stream that arrives in arbitrary pieces. What is not a frame comes out unchanged."""
+    """Takes the frames out of a stream that arrives in arbitrary pieces."""
 
-    def __init__(self, mark: str) -> None:
-        self._start = f"{MARK_START}{mark}".encode()
-        self._held = b""
-        self._parts: list[bytes] = []
+    def __init__(self) -> None:
+        self._held = bytearray()
 
-    def take(self, data: bytes) -> tuple[bytes, list[dict[str, Any]]]:
-        """The output of workers in the piece, and the messages that are complete with it."""
-        data, self._held = self._held + data, b""
-        output: list[bytes] = []
-        messages: list[dict[str, Any]] = []
-        while (at := data.find(self._start)) >= 0:
-            output.append(data[:at])
-            line, newline, rest = data[at + len(self._start) :].partition(b"\n")
-            if not newline and len(line) <= 2 * _FRAME_BYTES:
-                self._held = data[at:]
-                return b"".join(output), messages
-            messages += self._message(line)
-            data = rest
-        held = self._length_of_beginning(data)
-        self._held = data[len(data) - held :]
-        output.append(data[: len(data) - held])
-        return b"".join(output), messages
+    def take(self, data: bytes) -> list[Lines | End]:
+        """The frames that are complete with this piece. ValueError if they make no sense."""
+        self._held += data
+        found: list[Lines | End] = []
+        while len(self._held) >= _HEAD_BYTES:
+            kind, size = bytes(self._held[:1]), int.from_bytes(self._held[1:_HEAD_BYTES])
+            if size > _FRAME_BYTES or kind not in b"oex":
+                raise ValueError("its output makes no sense")
+            if len(self._held) < _HEAD_BYTES + size:
+                break
+            content = bytes(self._held[_HEAD_BYTES : _HEAD_BYTES + size])
+            del self._held[: _HEAD_BYTES + size]
+            found.append(_end_of(content) if kind == b"x" else Lines(_STREAMS[kind], content))
+        return found
 
-    def flush(self) -> bytes:
-        """The stream has ended: what looked like the beginning of a frame was none."""
-        rest, self._held = self._held, b""
-        return rest
 
-    def _length_of_beginning(self, data: bytes) -> int:
-        """How many bytes at the end may be the beginning of a mark."""
-        at = data.rfind(self._start[:1], max(0, len(data) - len(self._start)))
-        return len(data) - at if at >= 0 and self._start.startswith(data[at:]) else 0
-
-    def _message(self, line: bytes) -> list[dict[str, Any]]:
-        """Ignore a message that cannot be decoded."""
-        if sum(map(len, self._parts)) + len(line) > _MESSAGE_BYTES:
-            self._parts.clear()
-            return []
-        self._parts.append(line[1:])
-        if line[:1] == b"+":
-            return []
-        text = b"".join(self._parts)
-        self._parts.clear()
-        try:
-            message = json.loads(text)
-        except (ValueError, RecursionError):
-            return []
-        return [message] if isinstance(message, dict) else []
+def _end_of(content: bytes) -> End:
+    try:
+        return msgspec.json.decode(content, type=End)
+    except (msgspec.MsgspecError, RecursionError):
+        raise ValueError("its end makes no sense") from None

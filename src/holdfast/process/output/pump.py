@@ -155,7 +155,6 @@ class Pump:
         self._closing_at = math.inf
         self._is_closed = False
         self._has_new_size = False
-        self._is_abandoned = False
 
     def add(self, stream: Stream) -> None:
         """Take a stream over, descriptors included. If this raises, they are still the caller's."""
@@ -171,12 +170,6 @@ class Pump:
     def is_blocked(self) -> bool:
         """Whether the console blocks, and with it all streams. One that is only busy takes each piece at once."""
         return self._is_at_console and time.monotonic() - self._moved_at >= _BLOCKED_AFTER_S
-
-    def abandon_blocked(self) -> None:
-        """Write no more to a console that blocks, so that the streams are read on. Their output is lost there."""
-        if self.is_blocked:
-            self._is_abandoned = True
-            self._wakeup.wake()
 
     def pass_on_size(self) -> None:
         """The terminal has a new size."""
@@ -434,19 +427,18 @@ class Pump:
         return written
 
     def _is_writable(self, fd: int) -> bool:
-        """Wait for it. False if it is given up: by `abandon_blocked`, or because the pump is being closed."""
-        poller, self._is_abandoned = select.poll(), False
+        """Wait for it. False if it is given up, because the pump is being closed."""
+        poller = select.poll()
         poller.register(fd, select.POLLOUT)
         poller.register(self._wakeup.fileno(), select.POLLIN)
-        while not self._is_abandoned:
+        while True:
             left_s = max(self._closing_at, self._moved_at) + _CLOSE_PATIENCE_S - time.monotonic()
             if left_s <= 0:
-                break
+                return False
             ready = poller.poll(None if left_s == math.inf else left_s * 1000)
             if any(each == fd for each, _ in ready):
                 return True
             self._wakeup.clear()
-        return False
 
     def _warn_once(self, text: str) -> None:
         """Warn, unless the last warning had the same text. An error of the callback is ignored."""

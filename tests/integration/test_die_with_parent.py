@@ -1,4 +1,4 @@
-"""A command under `hosts/owned.py` ends with its owner, however that ends."""
+"""A command under `die_with_parent.py` ends with its owner, however that ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast import die_with_parent
 from tests.support import Mailbox, survivors, write_script
 
 Started = tuple[subprocess.Popen[bytes], int]
@@ -45,8 +46,8 @@ def started(tmp_path: Path, mailbox: Mailbox) -> Start:
 
     @contextmanager
     def start(wish: str = "waits", grace_s: float = 30.0) -> Iterator[Started]:
-        owned = [sys.executable, "-P", "-m", "holdfast.hosts.owned", str(grace_s), str(tmp_path / "memory")]
-        command = [*owned, sys.executable, script, str(mailbox), wish]
+        words = (sys.executable, script, str(mailbox), wish)
+        command = die_with_parent.words(*words, grace_s=grace_s, temporary=str(tmp_path / "memory"))
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         try:
             yield process, mailbox.numbers()[0]
@@ -103,6 +104,15 @@ def test_signals_are_passed_on(started: Start, mailbox: Mailbox) -> None:
 
 
 def test_a_program_that_is_missing() -> None:
-    owned = [sys.executable, "-m", "holdfast.hosts.owned", "1", "", "/nowhere/python"]
-    done = subprocess.run(owned, stdin=subprocess.PIPE, capture_output=True, text=True)
+    done = subprocess.run(
+        die_with_parent.words("/nowhere/python"), stdin=subprocess.PIPE, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (127, "cannot start '/nowhere/python': No such file or directory\n")
+
+
+def test_without_a_command_it_waits_and_removes_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    process = subprocess.Popen(die_with_parent.words(temporary=str(tmp_path / "copy")), stdin=subprocess.PIPE)
+    assert (tmp_path / "copy").exists()
+    process.communicate()
+    assert (process.returncode, (tmp_path / "copy").exists()) == (0, False)

@@ -17,7 +17,7 @@ from holdfast.errors import HostError, UserError
 from holdfast.hosts.ssh import copying
 from holdfast.hosts.ssh.run import HostsJob
 from holdfast.rendezvous.membership import keys
-from tests.unit.test_engine_environment import OPEN_MPI, SLURM
+from tests.unit.test_engine_detection import OPEN_MPI, SLURM
 from tests.unit.test_option_effects import job_of
 
 pytestmark = pytest.mark.usefixtures("restored_logger")
@@ -34,7 +34,7 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options_of(job: HostsJob, host: int, endpoint: str = "10.0.0.1:4321") -> command_line.SimpleNamespace:
     """What the agent of that host reads from its command line."""
-    return command_line.read(job.job.agent_arguments(*job.engine_options(host, endpoint))[1:])
+    return command_line.read(job.arguments(host, endpoint)[1:])
 
 
 def test_each_agent_gets_the_users_options_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +146,11 @@ def test_a_secret_in_the_command_line_causes_a_warning(
         ("--hostfile=.", "--hostfile '.' cannot be read: Is a directory"),
         ("--hostfile=binary", "--hostfile 'binary' is not a text file"),
         ("--hostfile=large", "is larger than 1 MiB"),
-        ("--hosts=a --standalone", "--standalone is for one host, and --hosts names them all"),
-        ("--hosts=a,b --node-rank=1", "--node-rank 1 is for one host"),
-        ("--hosts=a,b --local-addr=x", "--local-addr x is for one host"),
-        ("--hosts=a --nnodes=2", "--nnodes 2 needs 2 hosts, and there is a list of 1 host"),
-        ("--hosts=a,b --nnodes=3:4", "--nnodes 3:4 needs 3 hosts, and there is a list of 2 hosts"),
+        ("--hosts=a --standalone", "--standalone cannot be combined with --hosts"),
+        ("--hosts=a,b --node-rank=1", "--node-rank 1 cannot be combined"),
+        ("--hosts=a,b --local-addr=x", "--local-addr x cannot be combined"),
+        ("--hosts=a --nnodes=2", "--nnodes 2 needs 2 hosts, and the list has 1 host"),
+        ("--hosts=a,b --nnodes=3:4", "--nnodes 3:4 needs 3 hosts, and the list has 2 hosts"),
         ("--hosts=a,b --nnodes=x", "is neither a number nor MIN:MAX"),
         ("--hosts=a,b --rdzv-endpoint=::1", "write an IPv6 address in brackets"),
         ("--hosts=a,b --rdzv-backend=etcd", "--rdzv-backend etcd with --nnodes 2 needs --rdzv-endpoint"),
@@ -274,14 +274,14 @@ def test_a_copy_is_unpacked_by_every_python(tmp_path: Path, monkeypatch: pytest.
     extract = tarfile.TarFile.extractall
     monkeypatch.delattr(tarfile, "tar_filter")
     monkeypatch.setattr(tarfile.TarFile, "extractall", lambda archive, path: extract(archive, path, filter="tar"))
-    keeper = copying.Keeper()
+    copy = copying.Copy()
     try:
         archive = copying.pack("script", "x.py", str(tmp_path))
         archive.file.seek(0)
-        keeper.unpack(archive.file)
-        assert os.listdir(keeper.directory) == ["x.py"]
+        copy.unpack(archive.file)
+        assert os.listdir(copy.directory) == ["x.py"]
     finally:
-        keeper.close()
+        copy.close()
 
 
 def test_what_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,9 +188,8 @@ def _kubernetes(environ: Environ, node_file: str) -> Answer:
     else:
         name, dash, number_text = environ.get("HOSTNAME", "").rpartition("-")
         if not dash or number_text != str(index):
-            raise _WrongError(
-                f"JOB_COMPLETION_INDEX={index}, but HOSTNAME={environ.get('HOSTNAME', '')} does not end so"
-            )
+            host = environ.get("HOSTNAME", "")
+            raise _WrongError(f"JOB_COMPLETION_INDEX={index}, but HOSTNAME={host} does not end with -{index}")
         rank, what, first = index, f"Kubernetes job {name}", f"{name}-0"
     if rank >= nodes:
         raise _WrongError(f"{what} has HOLDFAST_NODES={nodes}, but this pod has number {rank}")

@@ -1,8 +1,8 @@
 """The coordinator of one job, as a child of the engine that started the job.
 
-The port is bound here and stays so: no other program is given it, whatever becomes of the coordinator process. It runs
-under `owned.py`, so that it ends with this process, and keeps its memory in a directory that is removed then. If it
-dies, it is started again and goes on from its memory.
+The port is bound here and stays so: no other program is given it, whatever becomes of the coordinator process. That
+process ends with this one (`die_with_parent`), and keeps its memory in a directory that is removed then. If it dies, it
+is started again and continues from its memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 
+from holdfast import die_with_parent
 from holdfast.hosts.job import JobSpec
 from holdfast.log import Logger
 from holdfast.rendezvous import endpoints, settings
@@ -24,10 +25,10 @@ logger = Logger(__name__)
 _MOST_STARTS = 5
 _GRACE_S = 3.0
 _GOODBYE_S = 5.0
-_SECRETS = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
+_SECRETS = ("token_file", "tls_cert", "tls_key", "tls_ca")
 
 
-class OwnCoordinator:
+class JobCoordinator:
     """`wake` is called, in a thread, when it has died."""
 
     def __init__(self, job: JobSpec, address: str, token: str, wake: Callable[[], None]) -> None:
@@ -35,7 +36,6 @@ class OwnCoordinator:
         self.endpoint = endpoints.endpoint_text(address, self._held.getsockname()[1])
         self._memory = tempfile.mkdtemp(prefix="holdfast-")
         self._command = [
-            *(sys.executable, "-P", "-m", "holdfast.hosts.owned", str(_GRACE_S), self._memory),
             *(sys.executable, "-P", "-m", "holdfast", "coordinator", "--listen", self.endpoint),
             *("--rdzv-id", job.run_id, *secret_options(job)),
         ]
@@ -48,9 +48,10 @@ class OwnCoordinator:
         """Agents that find it not ready yet try again."""
         self._starts += 1
         os.makedirs(self._memory, mode=0o700, exist_ok=True)
+        command = die_with_parent.words(*self._command, grace_s=_GRACE_S, temporary=self._memory)
         process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env=self._environment, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=self._environment,
+            start_new_session=True,
         )  # fmt: skip
         threading.Thread(target=self._listen, args=(process,), name="holdfast-coordinator", daemon=True).start()
         return process
@@ -89,10 +90,14 @@ class OwnCoordinator:
 
 def secret_options(job: JobSpec) -> list[str]:
     """The options about tokens and TLS, for the coordinator: it speaks as the agents do."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in secret_settings(job).items()]
+
+
+def secret_settings(job: JobSpec) -> dict[str, str]:
+    """The same as settings of the rendezvous."""
     config = settings.parse_rendezvous_config(rdzv_conf(job))
-    given = [option for option in job.options if option.partition("=")[0] in _SECRETS]
-    in_config = [option for option in _SECRETS if option[2:].replace("-", "_") in config]
-    return [*given, *(f"{option}={config[option[2:].replace('-', '_')]}" for option in in_config)]
+    given = {name[2:].replace("-", "_"): value for name, _, value in (each.partition("=") for each in job.options)}
+    return {name: str(value) for name, value in {**config, **given}.items() if name in _SECRETS}
 
 
 def rdzv_conf(job: JobSpec) -> str:

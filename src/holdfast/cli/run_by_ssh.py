@@ -15,9 +15,10 @@ from holdfast.cli.arguments.options import HOSTS, OPTIONS
 from holdfast.cli.job import job_of
 from holdfast.errors import UserError
 from holdfast.frozen import changed
+from holdfast.hosts.job import JobSpec
+from holdfast.hosts.own_lines import counted
 from holdfast.hosts.ssh import copying, host_list
 from holdfast.hosts.ssh import run as ssh
-from holdfast.hosts.ssh.output import counted
 from holdfast.log import Logger
 from holdfast.process.spawner import client
 from holdfast.rendezvous import endpoints
@@ -30,8 +31,8 @@ log = Logger(__name__)
 _HOSTFILE_BYTES = 1 << 20
 _LONGEST_TIMEOUT_S = 86400.0  # The waits of ssh and of the system have limits, too.
 # Options that each agent gets as this command settles them.
-_SETTLED = {"rdzv_backend", "rdzv_endpoint", "prefix"}
-# For nodes that meet at one of the hosts. If that host is lost no other takes its place: it is of no use to wait long.
+_SETTLED = {"rdzv_backend", "rdzv_endpoint"}
+# For nodes that meet at one of the hosts. If that host is lost, no other takes its place, so agents do not wait long.
 _OWN_CONFIG = "outage_timeout=60"
 _AT_COORDINATOR = ("tcp", "c10d")
 _ONE_HOST_ONLY = ("standalone", "node_rank", "local_addr")
@@ -49,7 +50,7 @@ def run(args: Any) -> None:
     job = job_of(args, own | _SETTLED, python, environment=_environment(args))
     if job.min_nodes > len(hosts):
         listed = counted(len(hosts), "host")
-        raise UserError(f"--nnodes {args.nnodes} needs {job.min_nodes} hosts, and there is a list of {listed}")
+        raise UserError(f"--nnodes {args.nnodes} needs {job.min_nodes} hosts, and the list has {listed}")
     backend = _backend(args.given, is_alone=job.max_nodes == len(hosts) == 1)
     place = _place(args, backend, job.max_nodes)
     if backend == "static" and job.max_nodes != len(hosts):
@@ -61,21 +62,17 @@ def run(args: Any) -> None:
         job = changed(job, program=(script, *args.training_script_args))
     os.environ[SIGNALS_VARIABLE] = args.signals_to_handle
 
-    def engine_options(number: int, endpoint: str) -> list[str]:
-        rank = number if number < job.max_nodes else None
-        return [*_meeting(args, backend, rank, endpoint), *_own_options(args, hosts[number])]
-
     ssh.run(
         ssh.HostsJob(
             job=job,
             hosts=hosts,
-            engine_options=engine_options,
+            options=tuple(_options_of(args, job, backend, number, host) for number, host in enumerate(hosts)),
+            place_options=(f"--rdzv-conf={','.join(filter(None, [_OWN_CONFIG, args.rdzv_conf]))}",),
             needs_place=backend in _AT_COORDINATOR and not place,
             place=place,
             token=os.environ.get("HOLDFAST_TOKEN", "").strip() or keys.made_token(os.urandom(32)),
             ssh=ssh_command,
             host_timeout_s=args.host_timeout,
-            sorts_by_rank=args.prefix != "never",
             archive=archive,
         )
     )
@@ -104,7 +101,7 @@ def _hosts(args: Any) -> tuple[host_list.Host, ...]:
 def _check(args: Any) -> None:
     for name in _ONE_HOST_ONLY:
         if name in args.given:
-            raise UserError(f"{args.given[name].replace('=', ' ')} is for one host, and --hosts names them all")
+            raise UserError(f"{args.given[name].replace('=', ' ')} cannot be combined with --hosts")
     if not 1 <= args.host_timeout <= _LONGEST_TIMEOUT_S:
         raise UserError(f"--host-timeout {args.host_timeout:g}: give a second at least, and a day at most")
     if args.training_script == "-":
@@ -167,21 +164,16 @@ def _place(args: Any, backend: str, max_nodes: int) -> str:
     return endpoints.parse_rendezvous_endpoint(args.rdzv_endpoint.partition(",")[0].rpartition("://")[2], 0)[0]
 
 
-def _meeting(args: Any, backend: str, rank: int | None, endpoint: str) -> list[str]:
-    """`endpoint` is where the nodes meet if this command says it. A host without a rank stands by."""
+def _options_of(args: Any, job: JobSpec, backend: str, number: int, host: host_list.Host) -> tuple[str, ...]:
+    """Those of one host. A host beyond the largest number of nodes stands by, without a rank."""
     words = [f"--rdzv-backend={backend}"] if backend else []
-    if endpoint or args.rdzv_endpoint:
-        words.append(f"--rdzv-endpoint={endpoint or args.rdzv_endpoint}")
-    if endpoint:
-        words.append(f"--rdzv-conf={','.join(filter(None, [_OWN_CONFIG, args.rdzv_conf]))}")
-    if backend in local.DEFAULT_PORTS and rank is not None:
-        words.append(f"--node-rank={rank}")
-    return words
-
-
-def _own_options(args: Any, host: host_list.Host) -> list[str]:
-    workers = args.nproc_per_node if host.slots is None else host.slots
-    return [f"--nproc-per-node={workers}", f"--prefix={'never' if args.prefix == 'never' else 'always'}"]
+    if args.rdzv_endpoint:
+        words.append(f"--rdzv-endpoint={args.rdzv_endpoint}")
+    if backend in local.DEFAULT_PORTS and number < job.max_nodes:
+        words.append(f"--node-rank={number}")
+    if host.slots is not None:
+        words.append(f"--nproc-per-node={host.slots}")
+    return (*words, *job.prefix_options)
 
 
 def _archive(args: Any, directory: str, host_count: int) -> copying.Archive | None:

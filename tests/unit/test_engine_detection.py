@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.cli import run
-from holdfast.hosts import environment
-from holdfast.hosts.environment import Answer, Contradiction, Found, LeftAlone, expand, found, port_of
+from holdfast.hosts import engine_detection
+from holdfast.hosts.engine_detection import Answer, Contradiction, Found, LeftAlone, expand, found, port_of
 
 # As `srun -N2 --gpus-per-node=2` of Slurm 22.05 sets them, on the second node.
 SLURM = {
@@ -165,7 +165,7 @@ def test_what_is_left_alone(environ: dict[str, str], words: str, is_first: bool)
         (with_(OPEN_MPI, OMPI_COMM_WORLD_LOCAL_SIZE="3"), "OMPI_COMM_WORLD_LOCAL_SIZE=3, but OMPI_COMM_WORLD_SIZE=2"),
         (with_(SKYPILOT, SKYPILOT_NUM_NODES="3"), "SKYPILOT_NUM_NODES=3, but SKYPILOT_NODE_IPS has 2"),
         (with_(SKYPILOT, SKYPILOT_NODE_RANK="5"), "SKYPILOT_NODE_RANK=5, but SKYPILOT_NUM_NODES=2"),
-        (with_(POD, JOB_COMPLETION_INDEX="0"), "JOB_COMPLETION_INDEX=0, but HOSTNAME=train-1 does not end so"),
+        (with_(POD, JOB_COMPLETION_INDEX="0"), "JOB_COMPLETION_INDEX=0, but HOSTNAME=train-1 does not end with -0"),
         (with_(POD, HOLDFAST_NODES="1"), "Kubernetes job train has HOLDFAST_NODES=1, but this pod has number 1"),
         (with_(POD, HOLDFAST_NODES=None), "HOLDFAST_NODES is not set"),
         (with_(JOBSET, JOB_INDEX="2"), "JOB_INDEX=2 of REPLICATED_JOB_REPLICAS=2 with HOLDFAST_NODES=4"),
@@ -179,7 +179,7 @@ def test_contradictions_are_named(environ: dict[str, str], words: str) -> None:
 
 
 def test_the_cheap_look_knows_every_engine() -> None:
-    assert set(run.ENGINE_VARIABLES) == {mark for mark, _ in environment.ENGINES}
+    assert set(run.ENGINE_VARIABLES) == {mark for mark, _ in engine_detection.ENGINES}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""What a job of two nodes does on every engine: by ssh, on Ray and on Slurm, each of them real."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import support
+from tests.e2e.command import Holdfast
+from tests.engines import DEADLINE_S, Engine, Engines, agent_of
+from tests.support import Mailbox
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    made = Engines()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["ssh", "ray", "slurm"])
+def engine(
+    request: pytest.FixtureRequest, engines: Engines, holdfast: Holdfast, mailbox: Mailbox, tmp_path: Path
+) -> Iterator[Engine]:
+    with engines.engine(request.param, holdfast, mailbox, tmp_path) as made:
+        yield made
+
+
+def test_success(engine: Engine) -> None:
+    """Every line arrives whole, with its node and rank, also one that is very long."""
+    what = ("lines",) if engine.keeps_lines_whole else ()
+    ended = engine.ended(engine.work(*what, options=("--nnodes=2", "--nproc-per-node=2")))
+    assert ended.code == 0, str(ended)
+    shown = [line for line in (ended.out + ended.err).splitlines() if not line.startswith("holdfast: ")]
+    found = [re.fullmatch(r"\[(.*?):(\d)\] (.*)", line) for line in shown]
+    lines = [(each[1], int(each[2]), each[3]) for each in found if each]
+    assert len(lines) == len(shown)
+    assert [len({node for node, rank, _ in lines if rank in ranks}) for ranks in ((0, 1), (2, 3))] == [1, 1]
+    assert {node for node, _, _ in lines} == {*engine.nodes}
+    for own in range(4):
+        many = [*(f"{own} {number} {'x' * (number % 400)} end" for number in range(2000)), "y" * 300_000]
+        expected = [*(many if what else []), f"done {own}"]
+        assert sorted(text for _, rank, text in lines if rank == own) == sorted(expected)
+    assert "no token" not in ended.out + ended.err
+    assert engine.files_left() == []
+
+
+def test_failure(engine: Engine) -> None:
+    ended = engine.ended(engine.work("fail", "wait"))
+    assert ended.code == 1, str(ended)
+    said = ended.out + ended.err
+    assert said.count("FAILED") == engine.reports
+    assert [line for line in said.splitlines() if line.endswith(":1] RuntimeError: the disk is on fire")]
+    assert re.search(r"^Cause: rank 1 failed: RuntimeError: the disk is on fire \(exit code 1", said, re.MULTILINE)
+
+
+def test_a_failure_is_followed_by_a_restart(engine: Engine) -> None:
+    engine.done.touch()
+    ended = engine.ended(engine.work("fail once", "wait", options=("--nnodes=2", "--max-restarts=1")))
+    assert ended.code == 0, str(ended)
+    assert "restart 1 of 1" in ended.out + ended.err
+    assert len([line for line in ended.lines if line.endswith(":1] done 1")]) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_the_command(engine: Engine, number: signal.Signals) -> None:
+    """The workers are stopped with grace, and nothing is left."""
+    running = engine.work("wait")
+    pids = engine.pids(2)
+    running.send(number)
+    ended = engine.ended(running)
+    assert ended.code == 128 + number, str(ended)
+    assert engine.mailbox.take(2) == [f"signal {engine.passed_on(number.name)}"] * 2
+    assert support.survivors(pids.values()) == []
+    assert engine.files_left() == []
+
+
+def test_the_agent_of_a_node_is_killed(engine: Engine) -> None:
+    """The run goes on without it, or with another one in its place."""
+    running = engine.work("wait", options=("--nnodes=1:2", "--last-call=1s"))
+    pids = engine.pids(2)
+    os.kill(agent_of(pids[1]), signal.SIGKILL)
+    assert support.survivors(pids.values(), DEADLINE_S) == []
+    engine.pids(2 if engine.name == "ray" else 1)
+    engine.done.touch()
+    ended = engine.ended(running)
+    assert ended.code == engine.code_of_loss, str(ended)
+    assert [line for line in ended.lines if line.endswith(":0] done 0")]
+
+
+def test_a_console_that_is_not_read(engine: Engine) -> None:
+    """The workers wait, as they do at a console of their own. The job can be stopped all the same."""
+    reader, writer = os.pipe()
+    try:
+        support.fill(writer)
+        running = engine.work("flood", stdout=writer)
+        engine.pids(2)
+        running.send(signal.SIGTERM)
+        assert engine.ended(running).code == 128 + signal.SIGTERM
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_the_command_is_killed(engine: Engine) -> None:
+    running = engine.work("wait")
+    pids = engine.pids(2)
+    below = [*pids.values(), *map(agent_of, pids.values()), *support.tree(running.pid)]
+    running.send(signal.SIGKILL)
+    running.process.wait()
+    if engine.outlives_caller:
+        assert support.survivors(pids.values(), 1.0) == [*pids.values()]
+        engine.done.touch()
+    assert support.survivors(below, DEADLINE_S) == []
+    support.wait_until(lambda: not engine.files_left(), "no file is left")
+    engine.end_coordinator()
+    support.wait_until(lambda: not running.left(), "nothing is left", DEADLINE_S)
