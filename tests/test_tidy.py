@@ -28,7 +28,8 @@ _BASE = {
 }
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
-    "cli": {"hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "cli": {"observe", "hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "observe": {"agent"} | _BELOW_AGENT,
     "hosts": {"launcher", "agent"} | _BELOW_AGENT,
     "testing": {"hosts", "rendezvous"} | _BASE,
     "launcher": {"agent"} | _BELOW_AGENT,
@@ -93,10 +94,12 @@ PURE = {
         "holdfast.rendezvous.membership",
         "holdfast.telemetry.history",
     },
-    "telemetry/history.py": {"holdfast.frozen"},
+    "telemetry/history.py": {"holdfast.frozen", "holdfast.wire_types"},
+    "observe/log_tail.py": {"msgspec", "holdfast.frozen", "holdfast.process.output.log_files", "holdfast.wire_types"},
     "rendezvous/membership/status.py": {
         "holdfast.escape",
         "holdfast.rendezvous.membership",
+        "holdfast.telemetry.history",
         "holdfast.telemetry.status",
     },
     "rendezvous/membership/keys.py": {"hashlib", "hmac"},
@@ -116,7 +119,6 @@ PURE = {
         "holdfast.frozen",
         "holdfast.telemetry.stragglers",
     },
-    "cli/checks/findings.py": {"holdfast.failures.report", "holdfast.frozen"},
     "hangs/policy.py": {"holdfast.errors", "holdfast.frozen"},
     "hangs/compare.py": {"holdfast.escape", "holdfast.failures.report", "holdfast.frozen"},
     "telemetry/redaction.py": set(),

@@ -21,6 +21,8 @@ from holdfast.cli import console, runs
 from holdfast.cli.options import duration_s, host_and_port
 from holdfast.cli.parser import PlainParser, argument
 from holdfast.errors import HostError, UserError
+from holdfast.observe import ask
+from holdfast.observe.ask import AskedRun
 from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.membership.model import is_loopback
@@ -96,7 +98,7 @@ def _serve(args: argparse.Namespace) -> str:
         dashboard = server.Dashboard(guard, may_stop=token is not None, facts=server.facts_of(args.linger))
         ended, down = loop.Wakeup(), loop.Wakeup()
         run = open_run(args)
-        args.run = run.name  # Others may come to this host later.
+        args.run, args.rdzv_id = run.name, None  # Others may come to this host later.
         dashboard.watch = watch = Watch(
             run, lambda: open_run(args), dashboard.publish, ended.wake, may_read_files=not args.all_users
         )
@@ -115,16 +117,16 @@ def _serve(args: argparse.Namespace) -> str:
     return f"{watch.ending} {goodbye}\n" if args.agent is None else ""
 
 
-def open_run(args: argparse.Namespace) -> runs.LocalRun | runs.RemoteRun:
+def open_run(args: argparse.Namespace) -> AskedRun:
     """The run that is meant. On this host the token is for what the page may do, not for asking."""
     if args.rdzv_endpoint is not None:
         return runs.open_run(args)
     if args.agent is not None:
-        agents, _ = runs.agents_here()
-        found = [each for each in agents if (each["run_id"], each["pid"]) == (args.run, args.agent)]
+        agents, _ = ask.find()
+        found = [each for each in agents if (each.status.run_id, each.pid) == (args.run, args.agent)]
         if not found:
             raise HostError(f"the agent {args.agent} of run {args.run!r} is not found")
-        return runs.LocalRun(found)
+        return ask.LocalRun(found)
     return runs.open_run(argparse.Namespace(**{**vars(args), "token_file": ""}))
 
 

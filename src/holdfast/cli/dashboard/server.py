@@ -36,9 +36,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import holdfast
-from holdfast.cli.dashboard import access
+from holdfast.cli.dashboard import access, follow
 from holdfast.cli.dashboard.access import Access
-from holdfast.cli.dashboard.follow import Follower
 from holdfast.cli.dashboard.picture import Picture, difference
 from holdfast.cli.dashboard.watch import Watch
 from holdfast.errors import HoldfastError, UserError
@@ -275,21 +274,20 @@ class Dashboard:
     async def _read(self, log: Log) -> None:
         """Until no page wants it any more. After the end of the run the file does not grow."""
         rank, stream, attempt = log.key
-        follower, problem = Follower(attempt), ""
+        tail, problem = follow.tail_for(attempt), ""
         while True:
             was_over = self.watch.is_over
             try:
-                piece = await self._in_thread(self.watch.read_log, rank, stream, follower.attempt, follower.offset)
-                text = piece.get("text")
-                await asyncio.sleep(self._log_bytes.owed_s(len(text) if isinstance(text, str) else 0))
-                shown = follower.take(piece)
+                piece = await self._in_thread(self.watch.read_log, rank, stream, tail.attempt, tail.offset)
+                await asyncio.sleep(self._log_bytes.owed_s(len(piece.text)))
+                shown = follow.shown(tail.take(piece))
                 if shown["text"] or shown["note"] or problem:
-                    log.tell({**shown, "attempt": piece.get("attempt"), "path": piece.get("path")})
+                    log.tell({**shown, "attempt": piece.attempt, "path": piece.path})
                 problem = ""
-                if was_over and follower.is_at_end:
+                if was_over and tail.is_at_end:
                     return
             except HoldfastError as error:
-                follower.go_on()
+                tail.go_on()
                 if str(error) != problem:
                     problem = str(error)
                     log.tell({"text": "", "note": "", "problem": problem})

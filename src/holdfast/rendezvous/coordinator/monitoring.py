@@ -20,6 +20,7 @@ from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.coordinator import launch
 from holdfast.telemetry.http import HttpServer, KeptPage, Page
+from holdfast.telemetry.status import plain
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.server import Coordinator
@@ -77,7 +78,7 @@ class MonitoringServer(HttpServer):
 
     async def _statuses(self) -> list[dict[str, Any]]:
         run = self._coordinator.run
-        return [run.status_in_brief().to_dict()] if run is not None else []
+        return [plain(run.status_in_brief())] if run is not None else []
 
 
 def _stuck() -> Page:
