@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.dashboard import follow
+from holdfast.cli.dashboard import picture
 from holdfast.cli.logs import Printer, Source
 from holdfast.observe.ask import AskedRun
 from holdfast.observe.log_tail import LogPiece, LogTail, Part
@@ -73,7 +73,7 @@ def test_a_long_log_begins_near_its_end_with_a_whole_line(log: Log) -> None:
 
 
 def test_a_flood_is_not_read_to_the_end(log: Log) -> None:
-    tail = follow.tail_for(None)
+    tail = picture.tail_for(None)
     log.append("begin\n")
     log.look(tail)
     log.append(("y" * 79 + "\n") * 20_000)
@@ -153,7 +153,7 @@ def test_last_words_are_shown_once_and_only_after_all_before_them(log: Log) -> N
     ],
 )
 def test_what_a_page_shows_of_it(text: str, shown: str) -> None:
-    assert follow.shown(Part(text))["text"] == shown
+    assert picture.shown_of_log(Part(text))["text"] == shown
 
 
 # `holdfast logs` prints whole lines.

@@ -151,7 +151,7 @@ def _worker_rows(view: RunView) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 def _ps_row(agent: FoundAgent) -> tuple[str, ...]:
     told = agent.status
-    place = f"{told.node} of {told.nodes}" if told.node is not None and told.nodes is not None else "-"
+    place = f"{told.node} of {told.nodes}" if told.node is not None and told.node >= 0 else "-"
     restarts = words.restarts_text(told.restarts_used, told.restarts_left)
     age = words.age_text(told.age_s)
     return (told.run_id, f"{agent.pid}", place, told.phase, f"{told.round}", words.workers_text(told), restarts, age)

@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, get_type_hints
 
@@ -104,7 +104,7 @@ def find(*, of_all_users: bool = False) -> tuple[list[FoundAgent], dict[int, str
     batches = [own[first : first + _ASKED_AT_ONCE] for first in range(0, len(own), _ASKED_AT_ONCE)]
     for batch in [*batches, *([path] for path in sorted(paths.keys() - {*own}) if of_all_users)]:
         limit_s = _OWN_LIMIT_S if batch in batches else min(_ASK_LIMIT_S, max(0.01, until - time.monotonic()))
-        for path, answer in _answers_of(batch, {"command": "status"}, limit_s).items():
+        for path, answer in _statuses(batch, limit_s).items():
             name, pid = paths[path]
             if isinstance(answer, FoundAgent):
                 found.append(answer)
@@ -115,30 +115,43 @@ def find(*, of_all_users: bool = False) -> tuple[list[FoundAgent], dict[int, str
     return found, silent
 
 
-def _answers_of(
-    sockets: Iterable[str], request: Mapping[str, Any], limit_s: float
-) -> dict[str, FoundAgent | Exception]:
-    """What the agents at these sockets say of themselves. All are asked at the same time."""
+def _statuses(sockets: Sequence[str], limit_s: float) -> dict[str, FoundAgent | Exception]:
+    """What the agents at these sockets say of themselves."""
+    found: dict[str, FoundAgent | Exception] = {}
+    for path, (question, answer) in _exchange(sockets, {"command": "status"}, limit_s).items():
+        try:
+            if isinstance(answer, Exception):
+                raise answer
+            agent = decoded(answer.get("result"), AgentStatus, path)
+            # Root asks every user's agents, and believes only what a process says of itself.
+            if question is None or agent.pid != question.pid:
+                raise ValueError(f"another process speaks for {agent.pid}")
+            found[path] = FoundAgent(path, question.pid, question.uid, agent)
+        except (OSError, ValueError, RecursionError, HostError) as error:
+            found[path] = error
+    return found
+
+
+def _exchange(
+    sockets: Sequence[str], request: Mapping[str, Any], limit_s: float
+) -> dict[str, tuple[Question | None, dict[str, Any] | Exception]]:
+    """What the agents at these sockets answer. All are asked at the same time."""
     ends = time.monotonic() + limit_s
-    sent: dict[str, Question | Exception] = {}
+    sent: dict[str, Question | OSError] = {}
     for path in sockets:
         try:
             sent[path] = Question(path, request, limit_s)
         except OSError as error:
             sent[path] = error
-    answers: dict[str, FoundAgent | Exception] = {}
+    answers: dict[str, tuple[Question | None, dict[str, Any] | Exception]] = {}
     for path, question in sent.items():
+        if isinstance(question, OSError):
+            answers[path] = None, question
+            continue
         try:
-            if isinstance(question, Exception):
-                raise question
-            told = question.answer(max(0.01, ends - time.monotonic()))
-            agent = decoded(told.get("result"), AgentStatus, path)
-            # Root asks every user's agents, and believes only what a process says of itself.
-            if agent.pid != question.pid:
-                raise ValueError(f"process {question.pid} speaks for {agent.pid}")
-            answers[path] = FoundAgent(path, question.pid, question.uid, agent)
-        except (OSError, ValueError, RecursionError, HostError) as error:
-            answers[path] = error
+            answers[path] = question, question.answer(max(0.01, ends - time.monotonic()))
+        except (OSError, ValueError, RecursionError) as error:
+            answers[path] = question, error
     return answers
 
 
@@ -267,7 +280,7 @@ class LocalRun(AskedRun):
         return [agent.pid for agent in self._agents]
 
     def local_agents(self) -> list[FoundAgent]:
-        answers = _answers_of([agent.socket for agent in self._agents], {"command": "status"}, NODE_LIMIT_S)
+        answers = _statuses([agent.socket for agent in self._agents], NODE_LIMIT_S)
         return [each for each in answers.values() if isinstance(each, FoundAgent)]
 
     def ask_coordinator(self, request: Mapping[str, Any]) -> Any:
@@ -276,20 +289,15 @@ class LocalRun(AskedRun):
     def ask_nodes(
         self, names: Sequence[str], request: Mapping[str, Any], timeout_s: float = NODE_LIMIT_S
     ) -> dict[str, Any]:
-        here = {agent.name: agent for agent in self._agents if agent.name in names}
-        ends, answers = time.monotonic() + timeout_s, dict[str, Any]()
-        sent = {name: self._sent(agent, request, timeout_s) for name, agent in here.items()}
-        others = [name for name in names if name not in here]
+        here = [agent for agent in self._agents if agent.name in names]
+        ends, answers = time.monotonic() + timeout_s, self._results(here, request, timeout_s)
+        others = [name for name in names if name not in answers]
         for first in range(0, len(others), _NODES_A_PAGE):
-            page, left_s = others[first : first + _NODES_A_PAGE], round(ends - time.monotonic(), 1)
-            answers |= self._passed_on(page, request, left_s)
-        for name, agent in here.items():
-            answers[name] = self._result(agent, sent[name], max(0.01, ends - time.monotonic()))
+            left_s = round(min(timeout_s, max(NODE_LIMIT_S, ends - time.monotonic())), 1)
+            answers |= self._passed_on(others[first : first + _NODES_A_PAGE], request, left_s)
         return answers
 
     def _passed_on(self, names: Sequence[str], request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        if limit_s <= 0:
-            return dict.fromkeys(names, HostError("not asked: the nodes before it took all of the time"))
         try:
             query = {"command": "query", "nodes": names, "request": request, "timeout_s": limit_s}
             told = decoded(self._ask_any(query, limit_s + _MARGIN_S), dict[str, Any], "an agent of this host")
@@ -298,35 +306,25 @@ class LocalRun(AskedRun):
             return dict.fromkeys(names, error)
 
     def _ask_any(self, request: Mapping[str, Any], timeout_s: float = COORDINATOR_LIMIT_S) -> Any:
-        trouble = HostError("no agent of the run answers")
+        began, trouble = time.monotonic(), HostError("no agent of the run answers")
         for agent in self._agents:
-            answer = self._result(agent, self._sent(agent, request, timeout_s), timeout_s)
+            [answer] = self._results([agent], request, timeout_s).values()
             if not isinstance(answer, HostError):
                 return answer
             trouble = answer
+            if time.monotonic() > began + _COORDINATOR_HERE_LIMIT_S:
+                break  # The coordinator is silent for the others, too.
         raise trouble
 
-    def _sent(self, agent: FoundAgent, request: Mapping[str, Any], timeout_s: float) -> Question | OSError:
-        try:
-            return Question(agent.socket, request, timeout_s)
-        except OSError as error:
-            return error
-
-    def _result(self, agent: FoundAgent, question: Question | OSError, timeout_s: float) -> Any:
-        whose = f"agent {agent.pid}"
-        try:
-            if isinstance(question, OSError):
-                raise question
-            return _result_in(question.answer(timeout_s), whose)
-        except TimeoutError:
-            return HostError(f"{whose} does not answer; it may be stopped")
-        except (OSError, ValueError, RecursionError) as error:
-            return HostError(f"{whose} cannot be asked: {error}")
+    def _results(self, agents: Sequence[FoundAgent], request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """By name of the agent, or a HostError."""
+        answers = _exchange([agent.socket for agent in agents], request, timeout_s)
+        return {agent.name: _result_in(answers[agent.socket][1], f"agent {agent.pid}") for agent in agents}
 
     def stop(self, reason: str) -> tuple[str, int]:
         scopes = set()
         for agent in self._agents:
-            answer = self._result(agent, self._sent(agent, {"command": "stop", "reason": reason}, 5.0), 5.0)
+            [answer] = self._results([agent], {"command": "stop", "reason": reason}, COORDINATOR_LIMIT_S).values()
             if isinstance(answer, dict):  # Otherwise the agent has ended, as one of a run that was closed just now.
                 scopes.add(answer.get("scope"))
             if "run" in scopes:
@@ -377,6 +375,11 @@ class LocalRun(AskedRun):
 
 
 def _result_in(answer: object, whose: str) -> Any:
+    """The result in an answer, or a HostError."""
+    if isinstance(answer, TimeoutError):
+        return HostError(f"{whose} does not answer; it may be stopped")
+    if isinstance(answer, Exception):
+        return HostError(f"{whose} cannot be asked: {answer}")
     if not isinstance(answer, dict) or "result" not in answer:
         problem = answer.get("error") if isinstance(answer, dict) else None
         return HostError(str(problem) if problem else f"{whose} sent an answer that makes no sense")

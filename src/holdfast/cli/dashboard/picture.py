@@ -13,6 +13,7 @@ text.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,9 @@ from holdfast import escape
 from holdfast.frozen import changed
 from holdfast.observe import words
 from holdfast.observe.ask import OVER
+from holdfast.observe.log_tail import LogTail, Part
 from holdfast.observe.run_view import RunView, Told
+from holdfast.process.output.log_files import CHUNK_BYTES
 from holdfast.telemetry.history import HistoryStatus, RoundStatus
 from holdfast.telemetry.status import AgentStatus, NodeStatus, RunStatus, WorkerStatus
 
@@ -31,6 +34,8 @@ _GUESSES = {"running": "r", "finished": "d", "leaving": "s", "waiting": "n"}
 _STATES = {letter: state for state, letter in _LETTERS.items()}
 _MOST_WORKERS_OF_A_NODE = 1024
 _MOST_ROUNDS = 200
+_MOST_BEHIND_BYTES = 4 * CHUNK_BYTES
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _TEXT_LIMIT = 400
 _FRESH_S = 5.0
 _POINT_EVERY_S = 0.9  # The run is asked once a second.
@@ -222,6 +227,21 @@ def _totals(history: HistoryStatus) -> Picture:
 def _line(text: str) -> str:
     plain = escape.one_line(text)
     return plain if len(plain) <= _TEXT_LIMIT else f"{plain[:_TEXT_LIMIT]} ..."
+
+
+# Logs.
+
+
+def tail_for(attempt: int | None) -> LogTail:
+    """A page reads at a bounded rate: of a log that grows faster it gets the newest piece."""
+    return LogTail(attempt, most_behind_bytes=_MOST_BEHIND_BYTES)
+
+
+def shown_of_log(part: Part) -> dict[str, str]:
+    """Colours are left out, and of a line that was written over, as progress bars are, the last state stays."""
+    lines = _COLOURS.sub("", part.text).split("\n")
+    text = escape.lines("\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines))
+    return {"text": text, "note": escape.one_line(part.note)}
 
 
 # Plots.

@@ -36,9 +36,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import holdfast
-from holdfast.cli.dashboard import access, follow
+from holdfast.cli.dashboard import access
 from holdfast.cli.dashboard.access import Access
-from holdfast.cli.dashboard.picture import Picture, difference
+from holdfast.cli.dashboard.picture import Picture, difference, shown_of_log, tail_for
 from holdfast.cli.dashboard.watch import Watch
 from holdfast.errors import HoldfastError, UserError
 from holdfast.log import Logger
@@ -274,13 +274,13 @@ class Dashboard:
     async def _read(self, log: Log) -> None:
         """Until no page wants it any more. After the end of the run the file does not grow."""
         rank, stream, attempt = log.key
-        tail, problem = follow.tail_for(attempt), ""
+        tail, problem = tail_for(attempt), ""
         while True:
             was_over = self.watch.is_over
             try:
                 piece = await self._in_thread(self.watch.read_log, rank, stream, tail.attempt, tail.offset)
                 await asyncio.sleep(self._log_bytes.owed_s(len(piece.text)))
-                shown = follow.shown(tail.take(piece))
+                shown = shown_of_log(tail.take(piece))
                 if shown["text"] or shown["note"] or problem:
                     log.tell({**shown, "attempt": piece.attempt, "path": piece.path})
                 problem = ""

@@ -15,6 +15,7 @@ read from their files, as far as they are on this host.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -43,26 +44,6 @@ _UNREACHABLE_S = 120.0  # A coordinator that is replaced is back by then; else t
 _SILENT_FOR_S = 30.0  # An agent that does not answer is not asked again for that long.
 
 
-class Asker:
-    """A view of the run for one thread at a time. One that has broken is opened again for the next question."""
-
-    def __init__(self, open_view: Callable[[], AskedRun], view: AskedRun | None = None) -> None:
-        self._open, self._view = open_view, view
-        self._lock = threading.Lock()
-
-    def __call__(self, ask: Callable[[AskedRun], T]) -> T:
-        with self._lock:
-            view = self._view if self._view is not None else self._open()
-            self._view = view
-            try:
-                return ask(view)
-            except HostError:
-                if not view.local_agents():
-                    view.close()
-                    self._view = None
-                raise
-
-
 class Watch:
     """`publish` gets each new picture and the point of the plots that goes with it, `on_end` is called once. Files that
     an agent of this host names may be read only if it is this user's: others might name any file."""
@@ -79,8 +60,6 @@ class Watch:
         self._open, self._publish, self._on_end = open_view, publish, on_end
         self._may_read_files = may_read_files
         self.name = view.name
-        self._of_status, self._of_agents = Asker(open_view, view), Asker(open_view)
-        self._of_logs, self._of_actions = Asker(open_view), Asker(open_view)
         self._run, self._is_here = view, isinstance(view, LocalRun)
         self._lock = threading.Lock()
         self._known = RunView(view.name, time.monotonic())
@@ -131,18 +110,29 @@ class Watch:
             return self._read_file(rank, stream, attempt, offset)
         request = {"command": "logs", "rank": rank, "stream": stream, "attempt": attempt, "offset": offset}
         node = self._node_of(rank)
-        return decoded(self._of_logs(lambda run: run.ask_node(node, request)), LogPiece, f"node {node}")
+        return decoded(self._ask(lambda run: run.ask_node(node, request)), LogPiece, f"node {node}")
 
     def take_stacks(self, rank: int) -> str:
         node = self._node_of(rank)
-        answer = self._of_actions(lambda run: run.ask_node(node, {"command": "stacks", "rank": rank}))
+        answer = self._ask(lambda run: run.ask_node(node, {"command": "stacks", "rank": rank}))
         return str(answer.get("text") or "there are none")
 
     def stop_run(self, reason: str) -> str:
         """How far that reaches: `run` or `host`."""
         if self.is_over:
             raise UserError("the run has ended already")
-        return self._of_actions(lambda run: run.stop(reason))[0]
+        return self._ask(lambda run: run.stop(reason))[0]
+
+    def _ask(self, ask: Callable[[AskedRun], T]) -> T:
+        """From any thread. If the agents of this host are gone, the next question is for those that are there then."""
+        run = self._run
+        try:
+            return ask(run)
+        except HostError:
+            if self._is_here and not run.local_agents():
+                with contextlib.suppress(HoldfastError):
+                    self._run = self._open()
+            raise
 
     def _node_of(self, rank: int) -> str:
         node = picture.node_of(self.picture, rank) if self.picture is not None else None
@@ -174,13 +164,13 @@ class Watch:
     def _look(self) -> None:
         status, problem = None, ""
         try:
-            status = self._of_status(lambda run: run.run_status())
+            status = self._ask(lambda run: run.run_status())
         except HoldfastError as error:
             problem = str(error)
         here: list[FoundAgent] = []
         if self._is_here:
             try:
-                here = self._of_status(lambda run: run.local_agents())
+                here = self._ask(lambda run: run.local_agents())
             except HoldfastError as error:
                 problem = problem or str(error)
         if status is None and not here and self._known.status is not None:
@@ -225,7 +215,7 @@ class Watch:
 
     def _ask_these(self, names: list[str]) -> tuple[dict[str, Told], dict[str, str]]:
         try:
-            return self._of_agents(lambda run: agents_of(run, names))
+            return self._ask(lambda run: agents_of(run, names))
         except Exception as error:  # Also of an answer that makes no sense.
             return {}, dict.fromkeys(names, str(error))
 
