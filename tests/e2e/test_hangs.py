@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import stacks as cli_stacks
-from holdfast.errors import HostError
 from holdfast.observe import ask
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast
@@ -180,17 +178,6 @@ def test_which_jobs_hang(holdfast: Holdfast, source: str, options: tuple[str, ..
     ended = holdfast.run(*COMMON, *options, holdfast.script(source))
     assert ended.code == 1
     assert re.match(f"Cause: {cause}", ended.last), ended.last
-
-
-def test_stacks_of_agents_whose_workers_are_gone_are_one_line() -> None:
-    agents = [{"pid": os.getpid(), "run_id": "job7", "round": 3, "node": node, "nodes": 2} for node in range(2)]
-    with pytest.raises(HostError) as raised:
-        cli_stacks._dump(agents, native=False, with_all=False)
-    assert re.fullmatch(
-        r"no workers are running at the moment: run job7, round 3, node 0 of 2, agent \d+ on \S+; "
-        r"run job7, round 3, node 1 of 2, agent \d+ on \S+",
-        str(raised.value),
-    )
 
 
 def test_a_program_that_is_no_python(holdfast: Holdfast) -> None:
@@ -403,21 +390,6 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
     assert run.wait().code == 143
 
 
-def test_two_runs_of_one_name_are_told_apart(holdfast: Holdfast) -> None:
-    script = holdfast.script("print('here', flush=True); import time; time.sleep(600)")
-    name = f"twice-{uuid.uuid4().hex}"
-    runs = [holdfast.start(*COMMON, f"--rdzv-id={name}", script) for _ in range(2)]
-    for run in runs:
-        support.wait_until(lambda run=run: "here" in run.so_far().out, "it runs")
-    ended = stacks(holdfast, name)
-    assert ended.code == 2
-    assert all(str(run.pid) in ended.last for run in runs)
-    assert stacks(holdfast, str(runs[0].pid)).code == 0
-    for run in runs:
-        run.send(signal.SIGTERM)
-        run.process.wait(30)
-
-
 def test_the_agents_of_one_run_are_shown_side_by_side(holdfast: Holdfast) -> None:
     script = holdfast.script("print('here', flush=True); import time; time.sleep(600)")
     name = f"two-{uuid.uuid4().hex}"
@@ -449,15 +421,3 @@ def test_the_agents_of_one_run_are_shown_side_by_side(holdfast: Holdfast) -> Non
     os.kill(runs[0].workers()[0], signal.SIGKILL)
     assert [run.process.wait(30) for run in runs] == [1, 1]
     support.wait_until(lambda: not runs[0].left(), "the coordinator has ended, too")
-
-
-def test_an_agent_that_is_stopped_is_named(holdfast: Holdfast) -> None:
-    run = holdfast.start(*COMMON, holdfast.script("print('here', flush=True); import time; time.sleep(600)"))
-    support.wait_until(lambda: "here" in run.so_far().out, "it runs")
-    support.halt(run.pid)
-    ended = stacks(holdfast, str(run.pid))
-    assert ended.code == 1
-    assert f"agent {run.pid} does not answer; it may be stopped" in ended.err
-    run.send(signal.SIGCONT)
-    run.send(signal.SIGTERM)
-    run.process.wait(30)

@@ -392,6 +392,10 @@ def test_logs_of_another_host_come_over_the_wire(scene: Scene, token: str) -> No
     for rank in "01":
         said = scene.ask("logs", *where, "--rank", rank, "--stream", "stdout")
         assert said == f"rank {rank} attempt 0 begins\n"
+    told = json.loads(scene.ask("stacks", *where, "--json"))["nodes"]
+    assert sorted(look["rank"] for node in told.values() for look in node["looks"]) == [0, 1]
+    assert "\nrank 1 (pid " in scene.ask("stacks", *where, "--rank", "1")
+    assert "have ranks 0, 1\n" in scene.ask("stacks", *where, "--rank", "7", code=2)
     follower = Follower(scene, *where, "-f", "--rank", "1", "--stream", "stdout")
     follower.await_text("rank 1 attempt 0 begins\n")
     first = Follower(scene, *where, "-f", "--rank", "0", "--stream", "stdout", name="first")

@@ -151,8 +151,10 @@ def test_ranks_that_are_not_given_yet_are_not_shown() -> None:
 # Which run.
 
 
-def open_run(monkeypatch: pytest.MonkeyPatch, silent: dict[int, str], *args: str) -> AskedRun:
-    known = [FoundAgent("/x", 5, 0, AgentStatus("my job", pid=5))]
+def open_run(
+    monkeypatch: pytest.MonkeyPatch, silent: dict[int, str], *args: str, pids: tuple[int, ...] = (5,)
+) -> AskedRun:
+    known = [FoundAgent("/x", pid, 0, AgentStatus("my job", pid=pid, nodes=1)) for pid in pids]
     monkeypatch.setattr(ask, "find", lambda of_all_users: (known, silent))
     return runs.open_run(status.get_parser().parse_args(args))
 
@@ -170,3 +172,10 @@ def test_a_run_whose_agent_does_not_answer_counts_as_one(monkeypatch: pytest.Mon
             open_run(monkeypatch, {6: "other"}, name)
     with pytest.raises(HostError, match="'third' is not found on this host"):
         open_run(monkeypatch, {6: "other"}, "third")
+
+
+def test_two_runs_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for args in ([], ["my job"]):
+        with pytest.raises(runs.SeveralRuns, match="name one by the pid of its agent: 5, 7"):
+            open_run(monkeypatch, {}, *args, pids=(5, 7))
+    assert open_run(monkeypatch, {}, "7", pids=(5, 7)).name == "my job"

@@ -212,17 +212,19 @@ class Publisher(Sink):
         return {"scope": scope, "pid": os.getpid()}
 
     def _query(self, request: Mapping[str, Any]) -> Any:
-        """Ask the coordinator, or the agents of some nodes at the same time; then the result has the answer of each."""
+        """Ask the coordinator, the agent of another node, or the agents of some `nodes` at the same time; then the
+        result has the answer of each."""
         import json
 
         body = json.dumps(request["request"]).encode()
         if len(body) > _QUERY_LIMIT_BYTES:
             raise UserError(f"a request of {len(body)} bytes is too long")
         nodes, wish = request.get("nodes"), request.get("timeout_s")
-        limit_s = _COORDINATOR_LIMIT_S if nodes is None else _NODE_LIMIT_S
+        node_id = str(request.get("node", ""))
+        limit_s = _NODE_LIMIT_S if nodes or node_id else _COORDINATOR_LIMIT_S
         limit_s = min(limit_s, wish) if isinstance(wish, float) and wish > 0 else limit_s
         if nodes is None:
-            answer = json.loads(self._run.ask(body, "", limit_s))
+            answer = json.loads(self._run.ask(body, node_id, limit_s))
             if "error" in answer:
                 raise HostError(str(answer["error"]))
             return answer["result"]

@@ -41,6 +41,7 @@ _NODE_LIMIT_S = 2.0
 _LAST_WORDS_S = 20.0  # After that the question is asked again.
 _LAST_WORDS_PATIENCE_S = 2.0  # After the end of the run.
 _MOST_LAST_WORDS = 32
+_MOST_LAST_WORDS_HERE = 4  # An agent of this host passes on eight questions at a time.
 _MOST_SOURCES = 128
 _MOST_RANKS = 1 << 12  # Of one node.
 _SHOWN_BEFORE_FOLLOWING = 10
@@ -219,7 +220,7 @@ def path_in(worker: WorkerStatus, stream: str) -> str:
 # Which logs.
 
 
-def _show(run: LocalRun | AskedRun, args: argparse.Namespace, printer: Printer) -> None:
+def _show(run: AskedRun, args: argparse.Namespace, printer: Printer) -> None:
     if args.attempt is not None and args.round is not None:
         raise UserError("give --attempt or --round")
     sources = list(_sources(run, args, printer))
@@ -235,8 +236,10 @@ def _show(run: LocalRun | AskedRun, args: argparse.Namespace, printer: Printer) 
         raise UserError(f"--tail {tail} is not a number of lines")
     for each in sources:
         each.read(printer, tail)
-    if args.follow:
-        (_follow_elsewhere if any(each.node for each in sources) else _follow_here)(run, sources, printer)
+    if args.follow and isinstance(run, LocalRun) and not any(each.node for each in sources):
+        _follow_here(run, sources, printer)
+    elif args.follow:
+        _follow_elsewhere(run, sources, printer)
     for each in sources:
         each.finish(printer)
 
@@ -333,11 +336,11 @@ def _no_such_rank(rank: int, whose: str, there_are: Iterable[int], note: str = "
 # Following.
 
 
-def _follow_here(run: AskedRun, sources: Sequence[Source], printer: Printer) -> None:
+def _follow_here(run: LocalRun, sources: Sequence[Source], printer: Printer) -> None:
     """Until all agents of this host have ended, and a last time after that."""
     is_over = False
     while not is_over and not console.is_unread():
-        is_over = run.await_end(_LOOK_AGAIN_S) is not None
+        is_over = not run.await_exits(_LOOK_AGAIN_S)
         workers = _workers_of(run.local_agents())
         for each in sources:
             each.turn_to_newest(workers)
@@ -346,7 +349,7 @@ def _follow_here(run: AskedRun, sources: Sequence[Source], printer: Printer) -> 
 
 def _follow_elsewhere(run: AskedRun, sources: Sequence[Source], printer: Printer) -> None:
     """Until the run has ended. The coordinator may be restarted meanwhile. HostError if the end is not seen."""
-    words = _LastWords(sources[:_MOST_LAST_WORDS])
+    words = _LastWords(sources[: _MOST_LAST_WORDS_HERE if isinstance(run, LocalRun) else _MOST_LAST_WORDS])
     heard_at = time.monotonic()
     while not console.is_unread():
         try:

@@ -57,7 +57,8 @@ def _taken(args: argparse.Namespace) -> str:
             console.write_error(PROGRAM, f"{name}: {each.problem}")
     if all(each.problem for each in taken.values()):
         headings = "; ".join(_heading(view, told) for told in (nodes or view.agents).values())
-        raise HostError(f"no workers are running at the moment: {headings}")
+        problem = "no stacks could be taken" if taken else "no workers are running at the moment"
+        raise HostError(f"{problem}: {headings}")
     if args.json:
         told = {name: {"looks": plain(each.looks), "text": each.text} for name, each in taken.items()}
         return json.dumps({"run_id": view.run_id, "nodes": told}, indent=2) + "\n"

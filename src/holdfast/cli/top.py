@@ -274,8 +274,6 @@ class Asking:
             except HoldfastError as error:
                 gone = "" if worker is not None else "the run has ended or cannot be asked (q leaves): "
                 self.answers.put(Trouble(f"{gone}{error}", worker is not None))
-            except Exception as error:  # Of an answer that makes no sense. The view stays.
-                self.answers.put(Trouble(f"{type(error).__name__}: {error}", worker is not None))
             self.wakeup.wake()
             try:
                 worker = self._wanted.get(timeout=_ASK_EVERY_S)

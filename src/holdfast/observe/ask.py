@@ -284,7 +284,8 @@ class LocalRun(AskedRun):
         return [each for each in answers.values() if isinstance(each, FoundAgent)]
 
     def ask_coordinator(self, request: Mapping[str, Any]) -> Any:
-        return self._ask_any({"command": "query", "request": request, "timeout_s": _COORDINATOR_HERE_LIMIT_S})
+        limit_s = _COORDINATOR_HERE_LIMIT_S
+        return self._ask_any({"command": "query", "request": request, "timeout_s": limit_s}, limit_s + _MARGIN_S)
 
     def ask_nodes(
         self, names: Sequence[str], request: Mapping[str, Any], timeout_s: float = NODE_LIMIT_S
@@ -298,22 +299,25 @@ class LocalRun(AskedRun):
         return answers
 
     def _passed_on(self, names: Sequence[str], request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        query = {"command": "query", "request": request, "timeout_s": limit_s}
         try:
-            query = {"command": "query", "nodes": names, "request": request, "timeout_s": limit_s}
-            told = decoded(self._ask_any(query, limit_s + _MARGIN_S), dict[str, Any], "an agent of this host")
+            if len(names) == 1:
+                return {names[0]: self._ask_any({**query, "node": names[0]}, limit_s + _MARGIN_S)}
+            answer = self._ask_any({**query, "nodes": names}, limit_s + _MARGIN_S)
+            told = decoded(answer, dict[str, Any], "an agent of this host")
             return {name: _result_in(told.get(name), f"node {name}") for name in names}
         except HostError as error:
             return dict.fromkeys(names, error)
 
-    def _ask_any(self, request: Mapping[str, Any], timeout_s: float = COORDINATOR_LIMIT_S) -> Any:
+    def _ask_any(self, request: Mapping[str, Any], timeout_s: float) -> Any:
         began, trouble = time.monotonic(), HostError("no agent of the run answers")
         for agent in self._agents:
             [answer] = self._results([agent], request, timeout_s).values()
             if not isinstance(answer, HostError):
                 return answer
             trouble = answer
-            if time.monotonic() > began + _COORDINATOR_HERE_LIMIT_S:
-                break  # The coordinator is silent for the others, too.
+            if time.monotonic() > began + timeout_s / 2:
+                break  # The one that is asked is silent for the other agents, too.
         raise trouble
 
     def _results(self, agents: Sequence[FoundAgent], request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:

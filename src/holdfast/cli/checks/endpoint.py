@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from holdfast.cli import runs
-from holdfast.cli.checks.findings import Verdict, ok, problem, warning
+from holdfast.cli.checks.findings import Level, Verdict, ok, problem, warning
 from holdfast.cli.checks.host import addresses_of
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.observe import ask, words
@@ -68,7 +68,7 @@ class Way:
         if target is None or not self._resolves(target.host):
             return
         challenge = self._look(target)
-        if challenge is not None and self.found["token"][0] == "ok":
+        if challenge is not None and self.found["token"][0] is Level.OK:
             self._prove(target, challenge.wants_token)
 
     def _target(self, host: str, port: int, token: bytes | None, tls: Any) -> Target:
@@ -76,7 +76,7 @@ class Way:
         return Target(host, port, run_id, token, tls, _STEP_S, visitor.ASKER, handshake_timeout_s=_STEP_S)
 
     def _target_on_etcd(self) -> Target | None:
-        if self.found["token"][0] != "ok":
+        if self.found["token"][0] is not Level.OK:
             return None
         try:
             chosen = settings.read(self._parameters)

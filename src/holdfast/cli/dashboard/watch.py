@@ -216,7 +216,7 @@ class Watch:
     def _ask_these(self, names: list[str]) -> tuple[dict[str, Told], dict[str, str]]:
         try:
             return self._ask(lambda run: agents_of(run, names))
-        except Exception as error:  # Also of an answer that makes no sense.
+        except HoldfastError as error:
             return {}, dict.fromkeys(names, str(error))
 
     def _due(self) -> list[str]:
