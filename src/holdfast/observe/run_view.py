@@ -7,7 +7,7 @@ Every answer has the time at which it came, by this process's clock. An age that
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import HostError
@@ -131,25 +131,39 @@ def _node_of(told: Told) -> NodeStatus:
     return NodeStatus(name_of(agent), "", *place, agent.role, len(agent.workers), agent.phase, is_connected=True)
 
 
-def look(run: AskedRun) -> RunView:
-    """The coordinator is asked, then the agents of this host and of other nodes. HostError if no one answers."""
+def look(
+    run: AskedRun, before: RunView | None = None, choose: Callable[[list[str]], list[str]] | None = None
+) -> RunView:
+    """The coordinator is asked, then the agents of this host and of other nodes. HostError if no one answers. `choose`
+    says which other nodes to ask; what the rest said `before` stays in view, with its age."""
     status, problem = None, ""
     try:
         status = run.run_status()
     except HostError as error:
         problem = str(error)
     status_at = time.monotonic()
-    view = RunView(run.name, status_at, status, status_at, problem)
     here = {each.name: Told(each.status, time.monotonic(), is_here=True) for each in run.local_agents()}
     if status is None and not here:
         raise HostError(problem)
-    others = [node.node_id for node in view.nodes if node.node_id not in here] if status is not None else []
-    asked, silent = agents_of(run, others[:_MOST_ASKED])
-    agents = sorted({**here, **asked}.items(), key=lambda each: (each[1].status.node is None, each[1].status.node))
-    view = changed(view, now=time.monotonic(), agents=dict(agents), silent=silent)
+    others = [node.node_id for node in status.nodes if node.node_id not in here] if status is not None else []
+    asked, silent = agents_of(run, choose(others) if choose is not None else others[:_MOST_ASKED])
+    kept = {name: told for name, told in before.agents.items() if name not in silent} if before is not None else {}
+    if status is not None:
+        kept = {name: told for name, told in kept.items() if name in others}
+    still = {name: why for name, why in before.silent.items() if name in others} if before is not None else {}
+    agents = {**kept, **here, **asked}
+    silent = {name: why for name, why in {**still, **silent}.items() if name not in agents}
     is_complete = isinstance(run, LocalRun) and run.is_of_one_node and problem == ask.NO_COORDINATOR
-    unasked = len(others) - len(asked) - len(silent)
-    return changed(view, not_asked=unasked, problem="" if is_complete else problem)
+    return RunView(
+        run.name,
+        time.monotonic(),
+        status,
+        status_at,
+        "" if is_complete else problem,
+        dict(sorted(agents.items(), key=lambda each: (each[1].status.node is None, each[1].status.node))),
+        silent,
+        sum(name not in agents and name not in silent for name in others),
+    )
 
 
 def agents_of(run: AskedRun, names: list[str]) -> tuple[dict[str, Told], dict[str, str]]:

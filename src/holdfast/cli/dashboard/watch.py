@@ -2,10 +2,9 @@
 
 Threads ask, because an answer may take its time, and hand pictures on; none of them decides anything:
 
-* `_poll` asks the coordinator and the agents of this host, once a second at most, and only while a page is open. Pages
-  are given the same picture, so many of them cost the run what one costs.
-* `_ask_agents` asks the agents of other hosts for their workers, a few a second: the node that was not asked for
-  longest comes first. Between two answers the state of the node stands for its workers.
+* `_poll` looks at the run (`run_view.look`), once a second at most, and only while a page is open. Pages are given the
+  same picture, so many of them cost the run what one costs. Of the agents of other hosts a few are asked at a time: the
+  node that was not asked for longest comes first. Between two answers the state of the node stands for its workers.
 * `_await_end` waits until an agent of this host says how the run ended, or the coordinator if the run is asked by its
   endpoint. The one answer comes at the end.
 
@@ -26,9 +25,10 @@ from holdfast.cli.dashboard.picture import Picture, Series
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import changed
 from holdfast.log import Logger
-from holdfast.observe.ask import OVER, AskedRun, FoundAgent, LastWord, LocalRun, decoded, name_of
+from holdfast.observe import run_view
+from holdfast.observe.ask import OVER, AskedRun, LastWord, LocalRun, decoded, name_of
 from holdfast.observe.log_tail import LogPiece
-from holdfast.observe.run_view import RunView, Told, agents_of
+from holdfast.observe.run_view import RunView, Told
 from holdfast.process.output import log_files
 from holdfast.rendezvous.membership.model import Outcome
 from holdfast.telemetry.status import RunStatus
@@ -70,7 +70,7 @@ class Watch:
         self.picture: Picture | None = None
 
     def start(self) -> None:
-        for target in (self._poll, self._ask_agents, self._await_end):
+        for target in (self._poll, self._await_end):
             threading.Thread(target=target, name=f"holdfast{target.__name__}", daemon=True).start()
 
     def close(self) -> None:
@@ -158,75 +158,40 @@ class Watch:
                 self._look()
             except Exception as error:  # Of an answer that makes no sense. The page stays.
                 logger.debug("the run cannot be shown", exc_info=True)
-                self._learn(problem=f"{type(error).__name__}: {error}")
+                self._learn(changed(self._known, problem=f"{type(error).__name__}: {error}"))
             self._is_closed.wait(max(0.05, began + _ASK_EVERY_S - time.monotonic()))
 
     def _look(self) -> None:
-        status, problem = None, ""
+        known = self._known
         try:
-            status = self._ask(lambda run: run.run_status())
-        except HoldfastError as error:
-            problem = str(error)
-        here: list[FoundAgent] = []
-        if self._is_here:
-            try:
-                here = self._ask(lambda run: run.local_agents())
-            except HoldfastError as error:
-                problem = problem or str(error)
-        if status is None and not here and self._known.status is not None:
-            self._learn(problem=f"no answer at the moment: {problem}")  # The last one stays in view, with its age.
-        else:
-            self._learn(problem=problem, status=status, here=here)
+            view = self._ask(lambda run: run_view.look(run, known, self._due))
+            now = time.monotonic()
+            late = [name for name in view.silent if self._asked_at.get(name, 0.0) <= now]
+            self._asked_at |= dict.fromkeys(late, now + _SILENT_FOR_S)
+            self._learn(view)
+        except HoldfastError as error:  # What was known stays in view, with its age.
+            seen = known.status is not None or known.agents
+            self._learn(changed(known, problem=f"no answer at the moment: {error}" if seen else str(error)))
 
-    def _learn(self, *, problem: str, status: RunStatus | None = None, here: list[FoundAgent] | None = None) -> None:
-        """Without `here` nothing is new but the problem."""
-        now = time.monotonic()
+    def _learn(self, view: RunView) -> None:
         with self._lock:
-            if self.is_over:
-                return
-            known = changed(self._known, now=now, problem=problem)
-            if here is not None:
-                agents = {**known.agents, **{each.name: Told(each.status, now, is_here=True) for each in here}}
-                known = changed(known, status=status, status_at=now, agents=agents)
-            if known.status is not None:
-                present = {node.node_id for node in known.status.nodes}
-                known = changed(known, agents={name: told for name, told in known.agents.items() if name in present})
-            self._known = known
-            self._show(now)
+            if not self.is_over:
+                self._known = changed(view, now=time.monotonic())
+                self._show(self._known.now)
 
     def _show(self, now: float) -> None:
         self.picture = picture.picture_of(self._known)
         point = self.series.add(self._known, self.picture["totals"]["goodput"], now - self._began)
         self._publish(self.picture, point)
 
-    def _ask_agents(self) -> None:
-        while not self._is_closed.is_set() and not self.is_over:
-            self._is_watched.wait()
-            due = self._due()[:_AGENTS_A_SECOND]
-            self._asked_at |= dict.fromkeys(due, time.monotonic())
-            told, silent = self._ask_these(due) if due else ({}, {})
-            self._asked_at |= dict.fromkeys(silent, time.monotonic() + _SILENT_FOR_S)
-            with self._lock:
-                if not self.is_over and due:
-                    agents = {name: each for name, each in self._known.agents.items() if name not in silent}
-                    still = {name: why for name, why in self._known.silent.items() if name not in told}
-                    self._known = changed(self._known, agents={**agents, **told}, silent={**still, **silent})
-            self._is_closed.wait(_ASK_EVERY_S)
-
-    def _ask_these(self, names: list[str]) -> tuple[dict[str, Told], dict[str, str]]:
-        try:
-            return self._ask(lambda run: agents_of(run, names))
-        except HoldfastError as error:
-            return {}, dict.fromkeys(names, str(error))
-
-    def _due(self) -> list[str]:
-        """Nodes whose agents are to be asked, in that order."""
-        known, now = self._known, time.monotonic()
-        nodes = [node.node_id for node in known.status.nodes] if known.status else []
-        here = {name for name, told in known.agents.items() if told.is_here}
-        self._asked_at = {name: at for name, at in [*self._asked_at.items()] if name in nodes}
-        due = [name for name in nodes if name not in here and self._asked_at.get(name, 0.0) <= now]
-        return sorted(due, key=lambda name: self._asked_at.get(name, 0.0))
+    def _due(self, others: list[str]) -> list[str]:
+        """Which nodes to ask now: the ones that were not asked for longest."""
+        now = time.monotonic()
+        self._asked_at = {name: at for name, at in [*self._asked_at.items()] if name in others}
+        due = [name for name in others if self._asked_at.get(name, 0.0) <= now]
+        due = sorted(due, key=lambda name: self._asked_at.get(name, 0.0))[:_AGENTS_A_SECOND]
+        self._asked_at |= dict.fromkeys(due, now)
+        return due
 
     def _await_end(self) -> None:
         """Until the run has ended, as its coordinator or an agent of this host says."""
