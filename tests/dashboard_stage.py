@@ -14,15 +14,16 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast import loop
-from holdfast.cli.runs import RemoteRun
 from holdfast.errors import HostError
+from holdfast.observe.ask import LastWord, RemoteRun, decoded
 from holdfast.observe.dashboard import server
 from holdfast.observe.dashboard.access import Access
 from holdfast.observe.dashboard.watch import Watch
+from holdfast.telemetry.status import RunStatus
 from tests import support
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -42,7 +43,7 @@ class StandIn(RemoteRun):
         self.began = time.monotonic()
         self.is_gone = False
 
-    def run_status(self) -> dict[str, Any]:
+    def run_status(self) -> RunStatus:
         self._count("status")
         size, ago_s = self.workers_of_a_node, time.monotonic() - self.began
         nodes = [
@@ -57,12 +58,16 @@ class StandIn(RemoteRun):
         ]  # fmt: skip
         history = {"rounds": rounds, "wall_s": ago_s, "lost_s": 0.2, "goodput": 0.9, "restarts": {"failure": 1}}
         counts = {"node_count": len(nodes), "members": len(nodes), "min_nodes": len(nodes), "max_nodes": len(nodes)}
-        return {
+        told = {
             "run_id": self.name, "phase": "running", "round": self.round, **counts, "restarts_used": self.round - 1,
             "restarts_left": 3, "waiting_for": None, "nodes": nodes, "refused": [], "end": None, "history": history,
         }  # fmt: skip
+        return decoded(told, RunStatus, "the stage")
 
-    def ask_node(self, node_id: str, request: Mapping[str, Any]) -> Any:
+    def ask_nodes(self, names: Sequence[str], request: Mapping[str, Any], timeout_s: float = 1.0) -> dict[str, Any]:
+        return {name: self._answer(name, request) for name in names}
+
+    def _answer(self, node_id: str, request: Mapping[str, Any]) -> Any:
         number = self.node_names.index(node_id)
         if request["command"] == "logs":
             self._count("logs")
@@ -77,8 +82,9 @@ class StandIn(RemoteRun):
         ]
         return {"node_id": node_id, "host": node_id, "pid": 1, "round": self.round, "workers": workers, "node": number}
 
-    def await_outcome(self, timeout_s: float) -> None:
+    def await_end(self, timeout_s: float) -> LastWord | None:
         time.sleep(timeout_s)
+        return None
 
     def close(self) -> None:
         pass

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.status import table
+from holdfast.observe.words import table
 from tests import support
 from tests.e2e.command import COMMAND
 from tests.e2e.test_top import Terminal

@@ -17,6 +17,7 @@ MAX_EXCERPT = 1 << 14
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 AnyInt = Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 WorkerRank = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e10)]
 PerSecond = Annotated[float, Meta(ge=0.0, le=1e15)]
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Line = Annotated[str, Meta(max_length=512)]

@@ -190,7 +190,7 @@ class HonestRun:
         self.nodes = [self._opened.enter_context(coordinators.node(port, "2", RUN_ID, **conf)) for _ in range(2)]
         for each in self.nodes:
             each.introduce("default", 1, RestartPolicy(0))
-            each.answer_with(answer)
+            each.answer_with(lambda body, reply: reply(answer(body)))
         try:
             self.form()
         except BaseException:

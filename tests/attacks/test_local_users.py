@@ -108,7 +108,7 @@ def stacks(holdfast: Holdfast, *options: str) -> tuple[Ended, float, int]:
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 def test_an_answer_of_another_users_process(holdfast: Holdfast, theirs: str, answer: str) -> None:
     with another_user(f"{SERVE}\nserve(1, {answer})", theirs) as hostile:
-        for options in (("--run-id", "no such run"), ("--pid", str(hostile.pid))):
+        for options in (("no such run", "--all-users"), (str(hostile.pid), "--all-users")):
             ended, seconds, most_bytes = stacks(holdfast, *options)
             print(f"{seconds:.1f} s, {most_bytes / MIB:.0f} MiB, {len(ended.raw_err)} bytes: {ended.err[:200]!r}")
             assert ended.code in (1, 2)
@@ -165,8 +165,8 @@ def test_a_bundle_reads_only_that_users_token_file(holdfast: Holdfast, theirs: s
 def test_many_processes_of_another_user_that_do_not_answer(holdfast: Holdfast, theirs: str) -> None:
     """They cost a few seconds together, not each."""
     with another_user(f"{SERVE}\nfor number in range(15): serve(number, lambda client: time.sleep(60))", theirs):
-        ended, seconds, _ = stacks(holdfast, "--run-id", "no such run")
-    assert ended.code == 2
+        ended, seconds, _ = stacks(holdfast, "no such run", "--all-users")
+    assert ended.code == 1
     assert seconds < 12, f"{seconds:.0f} s"
     assert len(ended.err.splitlines()) < 8, ended.err
 
@@ -185,7 +185,7 @@ f()
     try:
         support.wait_until(lambda: (holdfast.directory / "there").exists(), "the worker sleeps")
         for options in ((), ("--all",)):
-            ended, _, _ = stacks(holdfast, "--pid", str(running.pid), *options)
+            ended, _, _ = stacks(holdfast, str(running.pid), *options)
             assert ended.code == 0, str(ended)
             assert "owned" in ended.out, str(ended)
             check_plain(ended.out + ended.err)

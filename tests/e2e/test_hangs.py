@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent import control
-from holdfast.cli import stacks as cli_stacks
-from holdfast.errors import HostError
+from holdfast.observe import ask
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast
 from tests.e2e.terminal import terminal
@@ -183,17 +181,6 @@ def test_which_jobs_hang(holdfast: Holdfast, source: str, options: tuple[str, ..
     assert re.match(f"Cause: {cause}", ended.last), ended.last
 
 
-def test_stacks_of_agents_whose_workers_are_gone_are_one_line() -> None:
-    agents = [{"pid": os.getpid(), "run_id": "job7", "round": 3, "node": node, "nodes": 2} for node in range(2)]
-    with pytest.raises(HostError) as raised:
-        cli_stacks._dump(agents, native=False, with_all=False)
-    assert re.fullmatch(
-        r"no workers are running at the moment: run job7, round 3, node 0 of 2, agent \d+ on \S+; "
-        r"run job7, round 3, node 1 of 2, agent \d+ on \S+",
-        str(raised.value),
-    )
-
-
 def test_a_shell_around_python_shows_the_python(holdfast: Holdfast) -> None:
     holdfast.script("import time\ntime.sleep(600)\n", "inner.py")
     script = holdfast.script('#!/bin/sh\n"$PYTHON" inner.py\ntrue\n', "job.sh", executable=True)
@@ -351,7 +338,7 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
     support.wait_until(lambda: run.so_far().out.count("here") == 2, "both run")
     for pid in run.workers():
         support.await_sleep(pid)
-    for choice in (("--run-id", name), ("--pid", str(run.pid)), ("--pid", str(run.pid), "--native", "--all")):
+    for choice in ((name,), ("--rdzv-id", name), (str(run.pid), "--native", "--all")):
         ended = stacks(holdfast, *choice)
         assert ended.code == 0, str(ended)
         assert ended.lines[0].startswith(f"run {name}, round 1, agent {run.pid} on ")
@@ -359,12 +346,11 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
         assert "<module> (job.py:3)   time.sleep(600)" in ended.out
     worker = run.workers()[0]
     wrong = {
-        ("--pid", str(worker)): (2, f"its agent is {run.pid}"),
-        ("--pid", "1"): (2, "--pid 1 is not a holdfast agent"),
-        ("--pid", "-3"): (2, "there is no such process"),
-        ("--pid", "x"): (2, "invalid int value"),
-        ("--run-id", "other"): (2, "'other' is not found on this host"),
-        ("--run-id", name, "--pid", "3"): (2, "not allowed with"),
+        (str(worker),): (1, f"run '{worker}' is not found on this host"),
+        ("other",): (1, "'other' is not found on this host"),
+        (name, "--rdzv-id", "other"): (2, "give one of them"),
+        (name, "--rank", "7"): (2, "--rank 7: the nodes that answer have ranks 0, 1"),
+        (name, "--rank", "x"): (2, "invalid int value"),
     }
     for args, (code, complaint) in wrong.items():
         ended = stacks(holdfast, *args)
@@ -373,21 +359,6 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
     assert run.process.poll() is None
     run.send(signal.SIGTERM)
     assert run.wait().code == 143
-
-
-def test_two_runs_of_one_name_are_told_apart(holdfast: Holdfast) -> None:
-    script = holdfast.script("print('here', flush=True); import time; time.sleep(600)")
-    name = f"twice-{uuid.uuid4().hex}"
-    runs = [holdfast.start(*COMMON, f"--rdzv-id={name}", script) for _ in range(2)]
-    for run in runs:
-        support.wait_until(lambda run=run: "here" in run.so_far().out, "it runs")
-    ended = stacks(holdfast, "--run-id", name)
-    assert ended.code == 2
-    assert all(f"--pid {run.pid}" in ended.last for run in runs)
-    assert stacks(holdfast, "--pid", str(runs[0].pid)).code == 0
-    for run in runs:
-        run.send(signal.SIGTERM)
-        run.process.wait(30)
 
 
 def test_the_agents_of_one_run_are_shown_side_by_side(holdfast: Holdfast) -> None:
@@ -402,17 +373,17 @@ def test_the_agents_of_one_run_are_shown_side_by_side(holdfast: Holdfast) -> Non
     runs = [holdfast.start(*place, "--node-rank=0", script)]
 
     def waits_for() -> list[str]:
-        return [status["waiting_for"] for status in control.find()[0] if status.get("run_id") == name]
+        return [agent.status.waiting_for for agent in ask.find()[0] if agent.status.run_id == name]
 
     support.wait_until(lambda: waits_for() == ["1 of 2 nodes joined, waiting for 1"], "it waits for the other node")
-    ended = stacks(holdfast, "--run-id", name)
+    ended = stacks(holdfast, name)
     assert ended.code == 1
     assert "no workers are running at the moment" in ended.last
     runs.append(holdfast.start(*place, "--node-rank=1", script))
     for run in runs:
         support.wait_until(lambda run=run: "here" in run.so_far().out, "it runs")
         support.await_sleep(run.workers()[0])
-    ended = stacks(holdfast, "--run-id", name)
+    ended = stacks(holdfast, name)
     assert ended.code == 0, str(ended)
     assert [line.split(", agent")[0] for line in ended.lines[:2]] == [
         f"run {name}, round 1, node {node} of 2" for node in range(2)
@@ -421,15 +392,3 @@ def test_the_agents_of_one_run_are_shown_side_by_side(holdfast: Holdfast) -> Non
     os.kill(runs[0].workers()[0], signal.SIGKILL)
     assert [run.process.wait(30) for run in runs] == [1, 1]
     support.wait_until(lambda: not runs[0].left(), "the coordinator has ended, too")
-
-
-def test_an_agent_that_is_stopped_is_named(holdfast: Holdfast) -> None:
-    run = holdfast.start(*COMMON, holdfast.script("print('here', flush=True); import time; time.sleep(600)"))
-    support.wait_until(lambda: "here" in run.so_far().out, "it runs")
-    support.halt(run.pid)
-    ended = stacks(holdfast, "--pid", str(run.pid))
-    assert ended.code == 2
-    assert f"agent {run.pid} does not answer; it may be stopped" in ended.err
-    run.send(signal.SIGCONT)
-    run.send(signal.SIGTERM)
-    run.process.wait(30)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
 
 import pytest
 
@@ -26,8 +25,10 @@ import holdfast
 from holdfast.agent import RunResult, WorkerState, control
 from holdfast.agent.control import ControlSocket
 from holdfast.hangs.policy import HangPolicy
+from holdfast.observe import ask
 from holdfast.process import DefaultLogsSpecs
 from holdfast.rendezvous.static import StandaloneRendezvous
+from holdfast.telemetry.status import plain
 from tests import support
 from tests.integration.test_agent import make_agent
 
@@ -61,8 +62,13 @@ def serve() -> Iterator[Callable[..., ControlSocket]]:
 
 def found_here() -> dict[str, dict[str, Any]]:
     """What this process's agents tell, by the name of their run."""
-    statuses, _ = control.find()
-    return {status["run_id"]: status for status in statuses if status["pid"] == os.getpid()}
+    agents, _ = ask.find()
+    found = {agent.status.run_id: agent for agent in agents if agent.pid == os.getpid()}
+    return {name: {**plain(agent.status), "socket": agent.socket} for name, agent in found.items()}
+
+
+def asked(path: str, request: Mapping[str, Any], timeout_s: float = 2.0) -> dict[str, Any]:
+    return ask.Question(path, request, timeout_s).answer(timeout_s)
 
 
 # Agents.
@@ -144,9 +150,9 @@ def test_the_run_goes_on_without_a_place_for_the_socket(
 
 def test_a_table_of_commands(serve: Callable[..., ControlSocket]) -> None:
     path = serve(echo=lambda request: request["words"], fail=lambda request: {}["x"]).path
-    assert control.ask(path, {"command": "echo", "words": [1, "ä"]})[0] == {"result": [1, "ä"]}
-    assert control.ask(path, {"command": "fail"})[0] == {"error": "KeyError: 'x'"}
-    assert control.ask(path, {"command": "dance"})[0] == {"error": "this is no command; there are: echo, fail, status"}
+    assert asked(path, {"command": "echo", "words": [1, "ä"]}) == {"result": [1, "ä"]}
+    assert asked(path, {"command": "fail"}) == {"error": "KeyError: 'x'"}
+    assert asked(path, {"command": "dance"}) == {"error": "unknown command; known commands: echo, fail, status"}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +161,7 @@ def test_a_table_of_commands(serve: Callable[..., ControlSocket]) -> None:
 def test_junk_is_no_command(serve: Callable[..., ControlSocket], words: bytes) -> None:
     with connected(serve().path) as client:
         client.sendall(words)
-        assert json.loads(client.makefile().readline()) == {"error": "this is no command; there are: status"}
+        assert json.loads(client.makefile().readline()) == {"error": "unknown command; known commands: status"}
 
 
 def connected(path: str) -> socket.socket:
@@ -174,7 +180,7 @@ def test_a_client_that_does_not_finish_is_dropped(serve: Callable[..., ControlSo
             client.sendall(words)
         except OSError:
             pass  # It was dropped in the middle of it.
-        assert control.ask(path, {"command": "status"}, 30)[0]["result"]["run_id"] == "job7"
+        assert asked(path, {"command": "status"}, 30)["result"]["run_id"] == "job7"
         try:
             assert client.recv(100) == b""
         except ConnectionResetError:
@@ -185,8 +191,8 @@ def test_a_client_that_does_not_read_is_dropped(serve: Callable[..., ControlSock
     path = serve(much=lambda request: "x" * (3 << 20)).path
     with connected(path) as client:
         client.sendall(b'{"command": "much"}\n')
-        assert "result" in control.ask(path, {"command": "status"}, 30)[0]
-    assert len(control.ask(path, {"command": "much"}, 30)[0]["result"]) == 3 << 20
+        assert "result" in asked(path, {"command": "status"}, 30)
+    assert len(asked(path, {"command": "much"}, 30)["result"]) == 3 << 20
 
 
 def test_answers_that_are_none(home: Path) -> None:
@@ -209,7 +215,7 @@ def test_answers_that_are_none(home: Path) -> None:
             thread = threading.Thread(target=serve)
             thread.start()
             with pytest.raises(ValueError):
-                control.ask(path, {"command": "status"}, 30)
+                asked(path, {"command": "status"}, 30)
             thread.join()
 
 
@@ -217,10 +223,10 @@ def test_slow_commands_delay_no_other_one(serve: Callable[..., ControlSocket]) -
     go = threading.Event()
     made = serve(wait=lambda request: go.wait(support.DEADLINE_S))
     made._slow = ("wait",)
-    waiting = [control.Question(made.path, {"command": "wait"}, 30) for _ in range(control._SLOW_AT_ONCE)]
-    refused = control.ask(made.path, {"command": "wait"}, 30)[0]
+    waiting = [ask.Question(made.path, {"command": "wait"}, 30) for _ in range(control._SLOW_AT_ONCE)]
+    refused = asked(made.path, {"command": "wait"}, 30)
     assert refused == {"error": "8 others wait for such an answer already; try again"}
-    assert "result" in control.ask(made.path, {"command": "status"}, 30)[0]
+    assert "result" in asked(made.path, {"command": "status"}, 30)
     go.set()
     assert [each.answer(30) for each in waiting] == [{"result": True}] * len(waiting)
 
@@ -237,8 +243,8 @@ def test_without_a_thread_a_slow_command_is_refused_and_later_served(
     with monkeypatch.context() as patched:
         patched.setattr(control.threading, "Thread", fail)
         for _ in range(control._SLOW_AT_ONCE + 1):
-            assert control.ask(made.path, {"command": "wait"}, 30)[0] == {"error": "can't start new thread"}
-    assert control.ask(made.path, {"command": "wait"}, 30)[0] == {"result": "holdfast-query"}
+            assert asked(made.path, {"command": "wait"}, 30) == {"error": "can't start new thread"}
+    assert asked(made.path, {"command": "wait"}, 30) == {"result": "holdfast-query"}
 
 
 def test_without_descriptors_nothing_spins(
@@ -362,6 +368,7 @@ def test_an_agent_is_found_wherever_its_socket_is(
 OTHER_USER = f"""
 import json, os, socket, sys  # As long as they may be read.
 from holdfast.agent import control
+from holdfast.observe import ask
 os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})
@@ -386,7 +393,7 @@ try:
     print("got", client.recv(100))
 except OSError as error:
     print(type(error).__name__)
-print([status for status in control.find()[0] if status["run_id"] == "job7"])
+print([agent for agent in ask.find()[0] if agent.status.run_id == "job7"])
 """
     assert as_nobody(source, path).communicate()[0].split("\n")[:2] == ["PermissionError", "[]"]
     for each, mode in ((home, 0o755), (home / "holdfast", 0o755), (Path(path), 0o666)):
@@ -410,12 +417,10 @@ sys.stdin.read()
         process = as_nobody(source, env={**os.environ, "XDG_RUNTIME_DIR": theirs})
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-        found, asked = control.find()[0], control.find(of_all_users=True)[0]
+        found, of_all = ask.find()[0], ask.find(of_all_users=True)[0]
         process.communicate()
-    assert "theirs" not in [status.get("run_id") for status in found]
-    assert [each for each in asked if each.get("run_id") == "theirs"] == [
-        {"pid": process.pid, "run_id": "theirs", "socket": ANY, "uid": NOBODY}
-    ]
+    assert "theirs" not in [agent.status.run_id for agent in found]
+    assert [(each.pid, each.uid) for each in of_all if each.status.run_id == "theirs"] == [(process.pid, NOBODY)]
 
 
 # Agents that are gone, or stopped.
@@ -435,14 +440,14 @@ def test_a_killed_agent_leaves_a_socket_that_is_removed(serve: Callable[..., Con
     process = subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     path = process.stdout.readline().strip()
-    assert process.pid in [status["pid"] for status in control.find()[0]]
+    assert process.pid in [agent.pid for agent in ask.find()[0]]
     process.kill()
     process.communicate()
-    assert process.pid not in [status["pid"] for status in control.find()[0]]
+    assert process.pid not in [agent.pid for agent in ask.find()[0]]
     assert os.path.exists(path), "it may be one that is not listened on yet"
     os.utime(path, (0, 0))
     if remover == "a command":
-        control.find()
+        ask.find()
     else:
         serve("new")
     support.wait_until(lambda: not os.path.exists(path), "it is removed")
@@ -450,12 +455,12 @@ def test_a_killed_agent_leaves_a_socket_that_is_removed(serve: Callable[..., Con
 
 
 def test_an_agent_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_ASK_LIMIT_S", 0.5)
+    monkeypatch.setattr(ask, "_OWN_LIMIT_S", 0.5)
     process = subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     support.halt(process.pid)
-    assert process.pid in control.find()[1]
+    assert process.pid in ask.find()[1]
     process.send_signal(signal.SIGCONT)
     process.communicate()
 
@@ -473,7 +478,7 @@ def test_a_forked_process_does_not_keep_the_socket(serve: Callable[..., ControlS
 def test_nothing_is_left_at_the_end(home: Path, no_descriptor_leak: None) -> None:
     with control.served("job7", {}):
         [path] = (home / "holdfast").iterdir()
-        assert "error" in control.ask(str(path), {"command": "status"})[0]
+        assert "error" in asked(str(path), {"command": "status"})
     assert list(home.iterdir()) == []
     assert "holdfast-control" not in [thread.name for thread in threading.enumerate()]
 
@@ -494,7 +499,7 @@ def test_an_agent_says_how_its_run_ended(tmp_path: Path, code: int, end: str, st
     with ThreadPoolExecutor(1) as thread:
         run = thread.submit(make_agent(fail_at_the_gate, str(tmp_path), code).run)
         path = support.wait_until(lambda: found_here().get("run"), "it is there")["socket"]
-        question = control.Question(path, {"command": "end"})
+        question = ask.Question(path, {"command": "end"})
         support.open_gate(tmp_path / "gate")
         told = question.answer(support.DEADLINE_S)["result"]
         run.result()
@@ -510,10 +515,10 @@ def test_an_agent_says_how_its_run_ended(tmp_path: Path, code: int, end: str, st
 
 def test_the_end_is_told_to_all_that_wait_and_to_no_more_than_a_few(serve: Callable[..., ControlSocket]) -> None:
     made = serve()
-    questions = [control.Question(made.path, {"command": "end"}) for _ in range(9)]
+    questions = [ask.Question(made.path, {"command": "end"}) for _ in range(9)]
     with pytest.raises(ValueError, match="without an end"):
         questions[0].answer(support.DEADLINE_S)  # Dropped for the newest.
-    assert "result" in control.ask(made.path, {"command": "status"}, 30)[0], "others are served meanwhile"
+    assert "result" in asked(made.path, {"command": "status"}, 30), "others are served meanwhile"
     made.tell_end(lambda: {"end": "succeeded"})
     for each in questions[1:]:
         assert each.answer(support.DEADLINE_S) == {"result": {"end": "succeeded"}}
@@ -524,8 +529,8 @@ def test_a_reader_that_stands_still_does_not_hold_up_the_end(
 ) -> None:
     monkeypatch.setattr(control, "_END_PATIENCE_S", 4.0)  # The other one may be slow on a busy machine.
     made = serve()
-    stuck, reader = (control.Question(made.path, {"command": "end"}) for _ in range(2))
-    control.ask(made.path, {"command": "status"}, 30)  # Both were taken before.
+    stuck, reader = (ask.Question(made.path, {"command": "end"}) for _ in range(2))
+    asked(made.path, {"command": "status"}, 30)  # Both were taken before.
     with ThreadPoolExecutor(1) as thread:
         told = thread.submit(reader.answer, support.DEADLINE_S)
         made.tell_end(lambda: "x" * (1 << 20))  # More than a socket holds.
@@ -535,8 +540,8 @@ def test_a_reader_that_stands_still_does_not_hold_up_the_end(
 
 def test_a_socket_that_is_closed_says_nothing_of_an_end(serve: Callable[..., ControlSocket]) -> None:
     made = serve()
-    question = control.Question(made.path, {"command": "end"})
-    control.ask(made.path, {"command": "status"}, 30)
+    question = ask.Question(made.path, {"command": "end"})
+    asked(made.path, {"command": "status"}, 30)
     made.close()
     with pytest.raises(ValueError, match="without an end"):
         question.answer(support.DEADLINE_S)

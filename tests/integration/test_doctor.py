@@ -89,7 +89,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from holdfast.cli import doctor
 from holdfast.cli.checks import host
-host.READERS["temporary files"] = lambda: host.space_of({str(missing)!r})
+host.CHECKS["temporary files"] = lambda: host.temporary({str(missing)!r})
 sys.exit(doctor.main(["--json"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=BOUND_S)
@@ -115,21 +115,25 @@ def test_a_control_directory_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_a_fact_that_never_comes_does_not_hold_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.cli.checks import findings, host
+    from holdfast.cli.checks import findings
 
     is_over = threading.Event()
 
-    def broken() -> object:
+    def slow() -> None:
+        is_over.wait()
+
+    def broken() -> findings.Verdict:
         raise RuntimeError("\x1b[2J")
 
-    readers = {"slow": is_over.wait, "broken": broken, "quick": lambda: findings.Memory(None)}
     began = time.monotonic()
-    facts = host.read_all(readers, 0.2)
+    found = findings.run_all({"slow": slow, "broken": broken, "quick": lambda: findings.ok("x")}, 0.2)
     assert time.monotonic() - began < BOUND_S
     is_over.set()
-    assert facts["slow"] == findings.Unknown("no answer within 0.2 s")
-    assert facts["broken"] == findings.Unknown("RuntimeError: \x1b[2J")
-    assert facts["quick"] == findings.Memory(None)
+    assert {name: text for name, (_, text, _) in found.items()} == {
+        "slow": "not checked: no answer within 0.2 s",
+        "broken": "not checked: RuntimeError: \x1b[2J",
+        "quick": "x",
+    }
 
 
 # The way to a coordinator.

@@ -196,7 +196,7 @@ def test_a_node_that_is_frozen_is_shown_as_silent(scene: Scene, way: str) -> Non
         assert time.monotonic() - began < 10, "the limits are 2 s together; this machine may be busy"
         assert len(picture["agents"]) == 1
         [reason] = picture["silent"].values()
-        assert reason.startswith("silent: ")
+        assert reason.startswith("silent")
         assert "did not answer within 0.7 s" in reason
     finally:
         os.kill(second.pid, signal.SIGCONT)
@@ -228,7 +228,7 @@ def test_what_cannot_be_asked_is_one_line(scene: Scene, tmp_path: Path) -> None:
     """`ask` checks that each error is one line."""
     port = support.free_port()
     for command in ("status", "stop"):
-        assert "is not found on this host" in scene.ask(command, "no-such-run", code=2)
+        assert "is not found on this host" in scene.ask(command, "no-such-run", code=1)
         where = (command, "job7", "--rdzv-endpoint")
         assert f"no coordinator answers at 127.0.0.1:{port}" in scene.ask(*where, f"127.0.0.1:{port}", code=1)
         assert "no.such.host.invalid" in scene.ask(*where, "no.such.host.invalid:1", code=1)
@@ -244,7 +244,7 @@ def test_what_cannot_be_asked_is_one_line(scene: Scene, tmp_path: Path) -> None:
     assert coordinator.is_running
 
 
-COMMANDS = {"status": (), "top": ("--json",), "logs": (), "stop": (), "bundle": ("-o", "none.tar.gz")}
+COMMANDS = {"status": (), "top": ("--json",), "logs": (), "stacks": (), "stop": (), "bundle": ("-o", "none.tar.gz")}
 
 
 def test_of_two_runs_one_must_be_named(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ sys.exit({command}.main({[scene.run_id, *options]!r}))
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/",
             env={**scene._environment("command"), "TMPDIR": "/tmp"},
         )  # fmt: skip
-        assert done.returncode == 2, done
+        assert done.returncode == 1, done
         assert f"run {scene.run_id!r} is not found on this host (of user 65534;" in done.stderr
     scene.order("exit 0")
     assert scene.ended() == {"a": 0}
@@ -392,6 +392,10 @@ def test_logs_of_another_host_come_over_the_wire(scene: Scene, token: str) -> No
     for rank in "01":
         said = scene.ask("logs", *where, "--rank", rank, "--stream", "stdout")
         assert said == f"rank {rank} attempt 0 begins\n"
+    told = json.loads(scene.ask("stacks", *where, "--json"))["nodes"]
+    assert sorted(look["rank"] for node in told.values() for look in node["looks"]) == [0, 1]
+    assert "\nrank 1 (pid " in scene.ask("stacks", *where, "--rank", "1")
+    assert "have ranks 0, 1\n" in scene.ask("stacks", *where, "--rank", "7", code=2)
     follower = Follower(scene, *where, "-f", "--rank", "1", "--stream", "stdout")
     follower.await_text("rank 1 attempt 0 begins\n")
     first = Follower(scene, *where, "-f", "--rank", "0", "--stream", "stdout", name="first")
@@ -404,6 +408,8 @@ def test_logs_of_another_host_come_over_the_wire(scene: Scene, token: str) -> No
     assert f"--rank 7: run {scene.run_id} has ranks 0, 1\n" in scene.ask("logs", *where, "--rank", "7", code=2)
     (scene.home / "go1").touch()
     assert (follower.wait(), first.wait()) == (0, 0), follower.err + first.err
+    for rank, each in (("1", follower), ("0", first)):
+        assert each.out.endswith(f"rank {rank} attempt 1 ends without a line's end\n"), "the last words before the end"
     assert scene.ended() == {"a": 0, "b": 0}
 
 
@@ -420,6 +426,28 @@ def test_logs_go_on_after_a_restart_of_the_coordinator(scene: Scene, token: str)
     follower.await_text("rank 1 attempt 1 begins\n")
     (scene.home / "go1").touch()
     assert follower.wait() == 0, follower.err
+    assert follower.out.endswith("rank 1 attempt 1 ends without a line's end\n")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def test_the_logs_of_one_round_and_the_nodes_that_are_not_shown(scene: Scene) -> None:
+    start_talkers(scene)
+    await_ranks(scene, (scene.run_id,))
+    (scene.home / "go0").touch()
+    logs = ("logs", scene.run_id, "--rank", "0", "--stream", "stdout")
+    support.wait_until(lambda: "attempt 1 begins" in scene.run(*logs).stdout, "that it was restarted")
+    assert scene.ask(*logs, "--round", "1") == "rank 0 attempt 0 begins\nrank 0 attempt 0 ends without a line's end\n"
+    assert scene.ask(*logs, "--round", "2") == "rank 0 attempt 1 begins\n"
+    assert "--round 7: this node has 1, 2\n" in scene.ask(*logs, "--round", "7", code=2)
+    # The agents of the other host cannot be seen from here.
+    support.halt(scene.nodes[1].pid)
+    try:
+        done = scene.run("logs", scene.run_id)
+        [line] = done.stderr.splitlines()
+        assert re.fullmatch(r"holdfast logs: not shown: .*-\d+-[0-9a-f]{8}; --rank shows a rank of any host", line)
+    finally:
+        os.kill(scene.nodes[1].pid, signal.SIGCONT)
+    (scene.home / "go1").touch()
     assert scene.ended() == {"a": 0, "b": 0}
 
 
@@ -451,6 +479,45 @@ def test_top_prints_a_picture_a_second_for_programs(scene: Scene) -> None:
         assert scene.ended() == {"a": 0, "b": 0}
         assert {json.loads(line)["run_id"] for line in process.stdout} <= {scene.run_id}
         assert process.wait(60) == 0
+
+
+def test_top_goes_on_while_the_coordinator_is_silent(scene: Scene) -> None:
+    start_two(scene)
+    await_running(scene)
+    coordinator = scene.await_coordinator()
+    command = [sys.executable, "-m", "holdfast", "top", "--json", *at_endpoint(scene)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=scene._environment("command"), text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        json.loads(process.stdout.readline())
+        support.halt(coordinator)
+        try:
+            assert process.stderr.readline().endswith("did not answer within 5 s; asking again\n")
+            assert process.poll() is None, "the run has not ended"
+        finally:
+            os.kill(coordinator, signal.SIGCONT)
+        scene.await_world(4)
+        scene.order("exit 0")
+        assert scene.ended() == {"a": 0, "b": 0}
+        assert {json.loads(line)["run_id"] for line in process.stdout} <= {scene.run_id}
+        assert process.wait(60) == 0
+
+
+def test_stop_names_a_coordinator_that_does_not_answer(scene: Scene) -> None:
+    start_two(scene)
+    await_running(scene)
+    coordinator = scene.await_coordinator()
+    support.halt(coordinator)
+    try:
+        began = time.monotonic()
+        said = scene.ask("stop", scene.run_id, code=1)
+        assert time.monotonic() - began < 20, "the limits are 5 s together; this machine may be busy"
+    finally:
+        os.kill(coordinator, signal.SIGCONT)
+    assert f"the coordinator of run {scene.run_id} does not answer, and the run ends when it does" in said
+    assert scene.ended() == {"a": 94, "b": 94}
 
 
 def await_ranks(scene: Scene, where: tuple[str, ...]) -> None:

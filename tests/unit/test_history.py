@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cli.status import history_line
 from holdfast.failures.records import HANG
+from holdfast.observe.words import history_line
 from holdfast.rendezvous.membership.model import CloseRequested, Memory, Place
 from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import ConnectionClosed, TimePassed
 from holdfast.rendezvous.membership.restart_policy import Advance
 from holdfast.telemetry import history
 from holdfast.telemetry.history import History
+from holdfast.telemetry.status import plain
 from tests.unit.test_phases import PAIR, RETRY, UP_TO_2, failed, joined, left, returned, succeeded
 
 Change = Callable[[History], History]
@@ -119,7 +120,7 @@ def told_of(changes: tuple[Change, ...], now: float) -> History:
 @pytest.mark.parametrize("name", TABLE)
 def test_times(name: str) -> None:
     changes, now, rounds, sums = TABLE[name]
-    shown = told_of(changes, now).to_dict(now)
+    shown = plain(told_of(changes, now).told(now))
     assert [(each["ran_s"], each["lost_s"], each["end"]) for each in shown["rounds"]] == rounds
     assert (shown["productive_s"], shown["lost_s"], shown["wall_s"]) == sums
     assert shown["goodput"] == (round(sums[0] / sums[2], 4) if sums[2] else 0.0)
@@ -130,7 +131,7 @@ def test_the_json_form() -> None:
         lambda told: told.enter("joining", 0.0), *FIRST, lambda told: told.enter("running", 12.0),
         stop("failed", 50.0, 8.0, 0.0041), lambda told: told.enter("joining", 51.0), *SECOND,
     )  # fmt: skip
-    assert json.loads(json.dumps(told_of(changes, 61.0).to_dict(61.0))) == {
+    assert json.loads(json.dumps(plain(told_of(changes, 61.0).told(61.0)))) == {
         "rounds": [
             {"round": 1, "nodes": 2, "workers": 4, "began_ago_s": 51.0, "ran_s": 38.0, "lost_s": 18.0,
              "end": "failed", "cause": "it failed"},
@@ -154,7 +155,7 @@ def test_it_is_bounded_and_sums_stay_right() -> None:
     for round in range(1, 301):
         told = told.begin_round(round, 1, 1, now).run(now + 1).stop("failed", "x" * 1000, now + 4)
         now += 5.0
-    shown = told.to_dict(now)
+    shown = plain(told.told(now))
     assert (len(shown["rounds"]), shown["round_count"], shown["rounds"][0]["round"]) == (64, 300, 237)
     # Each runs for 3 s and loses 2 s, but the last one, which is not followed by another yet, 1 s.
     assert (shown["productive_s"], shown["lost_s"], shown["restarts"]["failure"]) == (900.0, 599.0, 299)
@@ -184,7 +185,7 @@ def test_parts_are_never_more_than_the_whole(steps: list[tuple[str, float, str]]
         told.check(now)
     told = told.finish("failed", "", now) if has_ended else told
     told.check(now + 5)
-    assert sum(told.to_dict(now)["restarts"].values()) == max(0, round - 1)
+    assert sum(plain(told.told(now))["restarts"].values()) == max(0, round - 1)
 
 
 # The coordinator's. Events with their times, then: number and end of each round, restarts by cause, cause of the first.
@@ -224,7 +225,7 @@ def test_the_history_of_a_run(name: str) -> None:
     for at, event in events:
         machine.step(event, at)
         machine.check()
-    shown = machine.history.to_dict(events[-1][0])
+    shown = plain(machine.history.told(events[-1][0]))
     assert [(each["round"], each["end"]) for each in shown["rounds"]] == rounds
     assert {cause: count for cause, count in shown["restarts"].items() if count} == restarts
     assert (shown["rounds"][0]["cause"], shown["is_whole"]) == (cause, True)
@@ -239,7 +240,7 @@ def test_what_nodes_say_of_their_last_progress_counts() -> None:
     machine.step(failed("a"), 61.0)
     machine.step(joined("a", RETRY, 1, advance=Advance(5, idle_s=20.0)), 62.0)
     machine.step(joined("b", RETRY, 1, advance=Advance(5, idle_s=4.0)), 63.0)
-    shown = machine.history.to_dict(63.0)
+    shown = plain(machine.history.told(63.0))
     assert (shown["rounds"][0]["ran_s"], shown["rounds"][0]["lost_s"], shown["productive_s"]) == (60.0, 6.0, 56.0)
     assert (shown["rounds"][0]["nodes"], shown["rounds"][0]["workers"]) == (2, 3)
     assert shown["phase_s"] == {"forming": 1.0, "running": 60.0, "stopping": 2.0}
@@ -249,7 +250,7 @@ def test_a_coordinator_that_took_over_begins_anew() -> None:
     machine = Membership(100.0, Memory(last_round=3, members=("a/0", "b/0"), restarts_used=1, settings=PAIR))
     place = Place(1, 3, 0, 2, (("default", 1),))
     machine.step(returned("a", PAIR, place), 101.0)
-    shown = machine.history.to_dict(111.0)
+    shown = plain(machine.history.told(111.0))
     assert [(each["round"], each["ran_s"]) for each in shown["rounds"]] == [(3, 10.0)]
     assert (shown["is_whole"], shown["wall_s"], shown["restarts"]["failure"]) == (False, 11.0, 0)
     # An agent that came later does not know the first rounds, either.
@@ -277,11 +278,4 @@ def test_a_coordinator_that_took_over_begins_anew() -> None:
     ],
 )  # fmt: skip
 def test_the_line_for_people(told: History, line: str) -> None:
-    assert history_line({"history": told.to_dict(100.0)}) == line
-
-
-@pytest.mark.parametrize(
-    "junk", [None, [], "x", {"lost_s": "9", "restarts": 3}, {"round_count": 3, "restarts": None, "goodput": {}}]
-)
-def test_a_history_that_makes_no_sense_does_no_harm(junk: object) -> None:
-    assert history_line({"history": junk}) in ("", "3 rounds; 0 s lost, goodput 0 %")
+    assert history_line(told.told(100.0)) == line

@@ -26,7 +26,7 @@ from tests.post_receiver import PostReceiver
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/ml/trainjobs/train/status"
 RUNNING = AgentStatus(round=2, node=0, nodes=4, restarts_used=1)
-ENDED = changed(RUNNING, history=History(0.0).begin_round(1, 4, 4, 1.0).run(2.0).finish(SUCCEEDED, "", 3.0))
+ENDED = changed(RUNNING, past=History(0.0).begin_round(1, 4, 4, 1.0).run(2.0).finish(SUCCEEDED, "", 3.0))
 
 
 # --- what is told -------------------------------------------------------------------------------------------------

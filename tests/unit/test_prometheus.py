@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.telemetry import http, prometheus
 from holdfast.telemetry.history import History
 from holdfast.telemetry.http import KeptPage, Page
-from holdfast.telemetry.status import AgentStatus, WorkerStatus
+from holdfast.telemetry.status import AgentStatus, WorkerStatus, plain
 from tests.unit.test_run_status import PAIR_RUNS, look
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "observability.md"
@@ -28,8 +28,9 @@ COPIED = {"stdout": {"lines": 3, "bytes": 30}, "stderr": {"lines": 1, "bytes": 9
 
 def agent_status(**fields: Any) -> dict[str, Any]:
     usual = {"run_id": "job7", "host": "vm", "phase": "running", "round": 2, "nodes": 1, "restarts_left": 3}
-    record = AgentStatus(**{**usual, "workers": WORKERS, "history": PAST, **fields})
-    return {**record.to_dict(110.0, None, lambda rank: (109.0, 40) if rank == 0 else (None, None)), "output": COPIED}
+    record = AgentStatus(**{**usual, "workers": WORKERS, "past": PAST, **fields})
+    told = record.told(110.0, None, lambda rank: (109.0, 40) if rank == 0 else (None, None))
+    return {**plain(told), "output": COPIED}
 
 
 def samples(page: Page) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -77,13 +78,13 @@ def test_what_an_agent_says(name: str, labels: dict[str, str], expected: float |
 
 
 def test_what_is_not_known_is_not_shown() -> None:
-    page = prometheus.agent_page(agent_status(history=History(10.0), nodes=None, workers=()))
+    page = prometheus.agent_page(agent_status(past=History(10.0), nodes=None, workers=()))
     assert value(page, "holdfast_agent_detection_seconds") is None
     assert (value(page, "holdfast_agent_nodes"), value(page, "holdfast_agent_world_size")) == (0, 0)
 
 
 def test_what_a_coordinator_says_of_its_run() -> None:
-    page = prometheus.run_page(look(PAIR_RUNS, 10.0).to_dict())
+    page = prometheus.run_page(plain(look(PAIR_RUNS, 10.0)))
     found = [value(page, f"holdfast_run_{name}") for name in ("round", "nodes", "nodes_max", "world_size")]
     assert found == [1, 2, 2, 3]
     assert value(page, "holdfast_run_phase", phase="running") == 1

@@ -10,7 +10,7 @@ from holdfast.rendezvous.membership import status
 from holdfast.rendezvous.membership.model import CloseRequested, Memory, Place, Stage
 from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import ConnectionClosed
-from holdfast.telemetry.status import RunStatus
+from holdfast.telemetry.status import RunStatus, plain
 from tests.unit.test_phases import (
     BACKOFF,
     ONE,
@@ -144,7 +144,7 @@ def test_nodes_that_have_to_wait_are_named() -> None:
         f"1 more of at least 1 nodes to join (0 joined, timeout in 29 s; {words.format('c', 6, 'g')})"
     )
     run.step(joined("a", UP_TO_2, Place(1, 1, 0, 1)), 1.0)
-    shown = status.run_status("job7", run, 2.0).to_dict()
+    shown = plain(status.run_status("job7", run, 2.0))
     assert (shown["phase"], [each["node_id"] for each in shown["held"]]) == ("running", ["c", "b"])
 
 
@@ -152,7 +152,7 @@ def test_the_last_refusals_and_steps_are_kept() -> None:
     events = [(0.0, joined("a", PAIR))] + [(float(at), joined(f"x{at}", THREE)) for at in range(1, 20)]
     found = look(events, 20.0)
     assert [each.who for each in found.refused] == [f"x{at}" for at in range(12, 20)]
-    assert [text for _, text in found.story][-1] == "Join x19/0 -> Refused, Notice"
+    assert found.story[-1].event == "Join x19/0 -> Refused, Notice"
     assert len(found.story) == 12
 
 
@@ -168,7 +168,7 @@ def test_closing_a_run_that_has_ended_changes_nothing() -> None:
 
 
 def test_its_json_form_is_plain_data() -> None:
-    shown = look([*PAIR_RUNS, (2.0, returned("b", RETRY, stage=Stage.FINISHED))], 3.0).to_dict()
+    shown = plain(look([*PAIR_RUNS, (2.0, returned("b", RETRY, stage=Stage.FINISHED))], 3.0))
     assert shown["nodes"][0]["node_id"] == "a"
     assert set(shown["story"][0]) == {"ago_s", "event"}
     assert shown["refused"] == []

@@ -1,19 +1,22 @@
-"""How commands read a run: answers of any kind, agents that do not answer, and several runs on a host."""
+"""How commands ask a run: answers of any kind, agents that do not answer, and several runs on a host."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from holdfast.agent import control
 from holdfast.agent.control import ControlSocket
 from holdfast.cli import runs, status
-from holdfast.errors import HostError, UserError
+from holdfast.errors import HostError
+from holdfast.observe import ask, run_view, words
+from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun
+from holdfast.observe.run_view import RunView, Told
+from holdfast.telemetry.status import AgentStatus, NodeStatus, RunStatus, WorkerStatus, plain
 
 
 @pytest.fixture
@@ -25,59 +28,134 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
         yield stack
 
 
-def an_agent(opened: ExitStack, answer: Any, pid: int = 1) -> dict[str, Any]:
+def an_agent(opened: ExitStack, answer: Any) -> FoundAgent:
     """As it was found: it may answer another thing now."""
     commands = {name: lambda request: answer for name in ("status", "stop", "query", "logs")}
     served = ControlSocket("job7", commands)
     opened.callback(served.close)
-    return {"run_id": "job7", "workers": [], "pid": pid, "uid": 0, "socket": served.path}
+    return FoundAgent(served.path, 1, 0, AgentStatus("job7", pid=1))
 
 
-@pytest.mark.parametrize("answer", [None, 7, "x", [1], [[]]])
-def test_an_answer_that_is_no_object_is_one_error(opened: ExitStack, answer: object) -> None:
-    run = runs.LocalRun([an_agent(opened, answer)])
+@pytest.mark.parametrize("answer", [None, 7, "x", [1], [[]], {"pid": "x", "nodes": -1}])
+def test_an_answer_that_makes_no_sense_is_one_error(opened: ExitStack, answer: object) -> None:
+    run = LocalRun([an_agent(opened, answer)])
     assert run.local_agents() == []
-    for ask in (lambda: run.stop("x"), run.run_status, lambda: run.ask_node("n", {"command": "logs"})):
+    for question in (run.run_status, lambda: ask.decoded(run.ask_node("n", {"command": "x"}), AgentStatus, "node n")):
         with pytest.raises(HostError):
-            ask()
+            question()
 
 
-def test_an_agent_cannot_take_the_place_of_another_process_later(opened: ExitStack) -> None:
-    [agent] = runs.LocalRun([an_agent(opened, {"pid": "x", "uid": 17, "socket": "/nowhere"})]).local_agents()
-    assert (agent["pid"], agent["uid"]) == (1, 0)
-    assert agent["socket"] != "/nowhere"
+def test_an_agent_cannot_speak_for_another_process(opened: ExitStack) -> None:
+    assert LocalRun([an_agent(opened, {"pid": 1, "run_id": "job7"})]).local_agents() == []
 
 
-def test_agents_without_a_node_id_are_all_shown(opened: ExitStack) -> None:
-    run = runs.LocalRun([an_agent(opened, {"run_id": "job7", "node_id": ""}, pid) for pid in (1, 2)])
-    agents, silent = run.agents([])
-    assert ([each["pid"] for each in agents], silent) == ([1, 2], {})
+# Decoding.
 
 
-class Nodes(runs.RunView):
-    def ask_node(self, name: str, request: Mapping[str, Any], timeout_s: float = 25.0) -> dict[str, Any]:
-        if name.startswith("frozen"):
+@pytest.mark.parametrize("kind", [AgentStatus, RunStatus])
+def test_agents_and_coordinators_of_other_versions_are_understood(kind: type[Any]) -> None:
+    """What is unknown is ignored, what is missing has a default."""
+    told = {"run_id": "job7", "round": 2, "invented_later": {"x": [1]}, "history": {"round_count": 2, "new": 1}}
+    status = ask.decoded(told, kind, "it")
+    assert (status.run_id, status.round, status.history.round_count, status.history.rounds) == ("job7", 2, 2, ())
+    assert ask.decoded(plain(status), kind, "it") == status
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        {"round": 10**400},
+        {"round": "two"},
+        {"nodes": [{"local_world_size": 1 << 60}]},
+        {"refused": [{"ago_s": -1}]},
+        {"history": {"restarts": {"failure": "often"}}},
+        {"end": 5},
+    ],
+)
+def test_a_status_is_checked_as_a_whole(junk: dict[str, Any]) -> None:
+    with pytest.raises(HostError, match="the coordinator sent an answer that makes no sense"):
+        ask.decoded(junk, RunStatus, "the coordinator")
+
+
+# Views.
+
+
+class Nodes(AskedRun):
+    name = "job7"
+
+    def __init__(self, status: RunStatus, agents: Mapping[str, AgentStatus]) -> None:
+        self._status, self._agents = status, agents
+
+    def run_status(self) -> RunStatus:
+        return self._status
+
+    def ask_nodes(
+        self, names: Sequence[str], request: Mapping[str, Any], timeout_s: float = ask.NODE_LIMIT_S
+    ) -> dict[str, Any]:
+        if any(name not in self._agents for name in names):
             time.sleep(timeout_s)
-            raise HostError(f"node {name} did not answer within {timeout_s:g} s")
-        return {"pid": int(name)}
+        silence = HostError(f"did not answer within {timeout_s:g} s")
+        return {name: plain(self._agents[name]) if name in self._agents else silence for name in names}
 
 
-@pytest.mark.parametrize("frozen", [1, 60])
-def test_nodes_that_do_not_answer_have_a_bound_for_all_of_them(frozen: int) -> None:
-    assert control._OWN_LIMIT_S + runs._ALL_STATUSES_LIMIT_S < 2
-    names = [*(f"frozen{number}" for number in range(frozen)), "1", "2", "3"]
+def a_node(name: str, heard_ago_s: float = 0.1) -> NodeStatus:
+    return NodeStatus(name, "10.0.0.1", 0, 0, "default", 1, "running", True, heard_ago_s)
+
+
+def test_nodes_that_do_not_answer_are_silent_and_cost_less_than_a_second() -> None:
+    nodes = [a_node(f"n{number}", 12.0 if number == 3 else 0.1) for number in range(300)]
+    known = {node.node_id: AgentStatus("job7", round=1) for node in nodes if node.node_id != "n3"}
     began = time.monotonic()
-    agents, silent = Nodes().agents([{"node_id": name} for name in names])
-    assert time.monotonic() - began < 1.5, "each has its own time, and all together have a bound"
-    assert [each["pid"] for each in agents] == ([1, 2, 3] if frozen == 1 else [])
-    assert len(silent) == len(names) - len(agents)
-    assert silent["frozen0"] == "silent: node frozen0 did not answer within 0.7 s"
-    assert frozen == 1 or silent["frozen59"] == "not asked: other nodes took 0.8 s"
+    view = run_view.look(Nodes(RunStatus("job7", "running", round=1, nodes=tuple(nodes)), known))
+    assert time.monotonic() - began < 1.5
+    assert len(view.agents) + len(view.silent) + view.not_asked == 300
+    assert view.not_asked >= 300 - run_view._MOST_ASKED
+    assert [view.silence_of(node) for node in nodes if node.node_id in view.silent] == [
+        "silent for 13 s: did not answer within 0.7 s"
+    ]
+    assert f"{view.not_asked} nodes were not asked for their workers." in status.text_of(view)
 
 
-def open_run(monkeypatch: pytest.MonkeyPatch, silent: dict[int, str], *args: str) -> runs.RunView:
-    known = [{"run_id": "my job", "pid": 5, "workers": []}]
-    monkeypatch.setattr(runs, "agents_here", lambda of_all_users: (known, silent))
+def a_view(status: RunStatus | None, *agents: AgentStatus) -> RunView:
+    return RunView("job7", 10.0, status, 10.0, agents={ask.name_of(each): Told(each, 10.0) for each in agents})
+
+
+def test_what_an_agent_said_of_another_round_is_not_mixed_with_what_the_coordinator_says() -> None:
+    """An agent that was asked a moment before the round was sealed still waits for nodes that are here by now."""
+    sealed = RunStatus("job7", "running", round=1, node_count=2, min_nodes=2, max_nodes=2)
+    early = AgentStatus(node_id="a", phase="joining", waiting_for="1 of 2 nodes joined, waiting for 1")
+    view = a_view(sealed, early)
+    assert words.heading(view) == "run job7: running, round 1, 2 of 2 nodes here, 0 of 0 restarts used"
+    assert words.sentence(view) == "Round 1 begins; its workers have not been seen yet."
+    running = AgentStatus(node_id="b", phase="running", round=1, workers=(WorkerStatus(0, 1, 17, "running"),))
+    assert words.sentence(a_view(sealed, early, running)) == "The worker is running."
+    assert words.sentence(a_view(None, early)) == "a waits for 1 of 2 nodes joined, waiting for 1."
+
+
+def test_ages_count_on_from_when_they_were_told() -> None:
+    worker = WorkerStatus(0, 0, 17, "running", age_s=60.0, progress_age_s=1.0)
+    view = RunView("job7", 16.0, agents={"a": Told(AgentStatus(workers=(worker,)), 10.0)})
+    [(found, _)] = view.workers()
+    assert (found.age_s, found.progress_age_s) == (66.0, 7.0)
+    assert view.to_json("")["agents"][0]["told_ago_s"] == 6.0
+
+
+def test_ranks_that_are_not_given_yet_are_not_shown() -> None:
+    workers = tuple(WorkerStatus(0, rank, 1, "running") for rank in (10_000_000, 2, -1))
+    lines = status.text_of(a_view(None, AgentStatus(workers=workers, round=1234567, node=-1))).splitlines()
+    assert "round 1234567," in lines[0]
+    assert [line.split()[0] for line in lines[-3:]] == ["-", "2", "10000000"]
+    assert lines[4].split()[0] == "-"
+
+
+# Which run.
+
+
+def open_run(
+    monkeypatch: pytest.MonkeyPatch, silent: dict[int, str], *args: str, pids: tuple[int, ...] = (5,)
+) -> AskedRun:
+    known = [FoundAgent("/x", pid, 0, AgentStatus("my job", pid=pid, nodes=1)) for pid in pids]
+    monkeypatch.setattr(ask, "find", lambda of_all_users: (known, silent))
     return runs.open_run(status.get_parser().parse_args(args))
 
 
@@ -87,18 +165,17 @@ def test_a_run_whose_agent_does_not_answer_counts_as_one(monkeypatch: pytest.Mon
     assert open_run(monkeypatch, {6: "my_job"}).name == "my job", "it is the same run"
     with pytest.raises(runs.SeveralRuns, match="name one: my job, other"):
         open_run(monkeypatch, {6: "other"})
-    assert open_run(monkeypatch, {6: "other"}, "my job").name == "my job"
+    for args in (["my job"], ["--rdzv-id", "my job"]):
+        assert open_run(monkeypatch, {6: "other"}, *args).name == "my job"
     for name in ("other", "6"):
         with pytest.raises(HostError, match=r"agent 6 does not answer; it may be stopped \(run other\)"):
             open_run(monkeypatch, {6: "other"}, name)
-    with pytest.raises(UserError, match="'third' is not found on this host"):
+    with pytest.raises(HostError, match="'third' is not found on this host"):
         open_run(monkeypatch, {6: "other"}, "third")
 
 
-def test_ranks_of_any_size_are_shown_and_those_that_are_not_given_yet_are_not() -> None:
-    workers = [{"global_rank": rank, "state": "running", "pid": 1} for rank in (10_000_000, 1.5, 2, -1)]
-    picture = {"run_id": "x", "run": None, "problem": None, "agents": [{"workers": workers, "round": 1234567}],
-               "silent": {}, "sentence": ""}  # fmt: skip
-    lines = [*status.lines_of(picture)]
-    assert "round 1234567," in lines[0]
-    assert [line.split()[0] for line in lines[-4:]] == ["-", "2", "2", "10000000"]
+def test_two_runs_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for args in ([], ["my job"]):
+        with pytest.raises(runs.SeveralRuns, match="name one by the pid of its agent: 5, 7"):
+            open_run(monkeypatch, {}, *args, pids=(5, 7))
+    assert open_run(monkeypatch, {}, "7", pids=(5, 7)).name == "my job"

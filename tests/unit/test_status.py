@@ -13,12 +13,12 @@ from holdfast.agent.model import Worker
 from holdfast.frozen import changed
 from holdfast.rendezvous.membership.model import Place, Sealed
 from holdfast.telemetry.history import History
-from holdfast.telemetry.status import AgentStatus, WorkerStatus
+from holdfast.telemetry.status import AgentStatus, WorkerStatus, plain
 from holdfast.telemetry.stragglers import STEPS, Rate
 
 WORKER = WorkerStatus(0, 4, 17, "running", 1000.0, 90.0, stdout="/logs/0/stdout.log")
 PAST = History(50.0)
-STATUS = AgentStatus("job7", "trainer", "vm-a", 16, 999.0, 89.0, "running", 2, 1, 3, 1, 2, (WORKER,), history=PAST)
+STATUS = AgentStatus("job7", "trainer", "vm-a", 16, 999.0, 89.0, "running", 2, 1, 3, 1, 2, (WORKER,), past=PAST)
 
 
 def test_nothing_of_it_can_be_changed() -> None:
@@ -31,7 +31,7 @@ def test_nothing_of_it_can_be_changed() -> None:
 
 def test_the_json_form() -> None:
     readers = (lambda local_rank: (99.5, 1200 + local_rank), lambda local_rank: Rate(2.5, STEPS, 60.0))
-    told = json.loads(json.dumps(STATUS.to_dict(100.0, None, *readers)))
+    told = json.loads(json.dumps(plain(STATUS.told(100.0, None, *readers))))
     assert told == {
         "run_id": "job7",
         "role": "trainer",
@@ -67,7 +67,8 @@ def test_the_json_form() -> None:
         "story": [],
         "node_id": "",
         "failed": [],
-        "history": PAST.to_dict(100.0),
+        "history": plain(PAST.told(100.0)),
+        "output": {},
     }
 
 
@@ -76,13 +77,13 @@ def test_the_story_is_told_in_few_words() -> None:
     steps = [machine.step(RunRequested(), 10.0)]
     large = Place(1, 1, 0, 900, tuple((f"role-{number}", 1) for number in range(300)))
     steps.append(machine.step(Sealed("", large), 12.0))
-    [first, second] = AgentStatus(story=tuple(steps)).to_dict(12.5)["story"]
+    [first, second] = AgentStatus(story=tuple(steps)).told(12.5).story
     assert first == {"ago_s": 2.5, "phase": "idle", "event": "RunRequested()", "commands": ["JoinRound()"]}
     assert (second["ago_s"], second["phase"], second["commands"]) == (0.5, "joining", ["StartWorkers(round=1)"])
     assert second["event"].startswith("Sealed(")
     assert len(second["event"]) < 250
     many = AgentStatus(story=tuple(steps) * 100)
-    assert len(json.dumps(many.to_dict(12.5))) < 5000
+    assert len(json.dumps(plain(many.told(12.5)))) < 5000
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,8 @@ def test_the_story_is_told_in_few_words() -> None:
 )
 def test_what_is_waited_for(phase: str, waiting_for: str | None) -> None:
     status = AgentStatus(phase=phase)
-    assert status.to_dict(0.0, "1 of 2 nodes joined, waiting for 1")["waiting_for"] == waiting_for
-    assert AgentStatus(phase="joining").to_dict(0.0)["waiting_for"] == "a place in the run"
+    assert status.told(0.0, "1 of 2 nodes joined, waiting for 1").waiting_for == waiting_for
+    assert AgentStatus(phase="joining").told(0.0).waiting_for == "a place in the run"
 
 
 def worker(rank: int, id_: Any = None) -> Worker:

@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 
 from holdfast.cli import runs, stop
+from holdfast.observe.ask import FoundAgent, LocalRun
+from holdfast.telemetry.status import AgentStatus, WorkerStatus
 
 
-class OneRun(runs.LocalRun):
+class OneRun(LocalRun):
     def __init__(self) -> None:
         self.stopped: list[str] = []
-        super().__init__([{"run_id": "job7", "pid": 5, "nodes": 1}])
+        status = AgentStatus("job7", pid=2**22 + 1, nodes=1, workers=(WorkerStatus(), WorkerStatus()))
+        super().__init__([FoundAgent("/x", 2**22 + 1, 0, status)])
 
-    def local_agents(self, timeout_s: float = 1.0) -> list[dict[str, Any]]:
-        return [{"run_id": "job7", "pid": 2**22 + 1, "nodes": 1, "workers": [{}, {}]}]
+    def local_agents(self) -> list[FoundAgent]:
+        return self._agents
 
     def stop(self, reason: str) -> tuple[str, int]:
         self.stopped.append(reason)

@@ -15,7 +15,7 @@ have a thread each, and there are a few at most. A client that asks for the `end
 is over, and needs no thread meanwhile; if too many ask, the oldest is dropped for the newest.
 
 An agent that was killed leaves its socket behind. A connection to such a socket is refused. The next agent of the user
-removes it, and so does `find`.
+removes it, and so does a command that looks for agents (`observe.ask`).
 """
 
 from __future__ import annotations
@@ -44,12 +44,6 @@ END = "end"
 
 _CLIENT_LIMIT_S = 1.0
 _REQUEST_LIMIT_BYTES = 4096
-_ANSWER_LIMIT_BYTES = 4 << 20
-_ANSWER_OF_OTHERS_LIMIT_BYTES = 1 << 20
-_ASK_LIMIT_S = 2.0
-_OWN_LIMIT_S = 1.0  # For up to `_ASKED_AT_ONCE` agents of this user together.
-_ASKED_AT_ONCE = 64
-_OTHERS_LIMIT_S = 5.0
 _BACKLOG = 128
 _PATH_LIMIT_BYTES = 107  # the kernel's
 _CLOSE_PATIENCE_S = 0.2
@@ -59,9 +53,6 @@ _MOST_AWAIT_END = 8
 _END_PATIENCE_S = 0.2  # For all of them together.
 _STALE_AFTER_S = 10.0
 _PATH = r"/holdfast(?:-agents-\d+)?(?:-[0-9a-f]{8})?/([^/]*)\.(\d+)\.[0-9a-f]{8}\.sock$"
-
-
-# The agent's side.
 
 
 @contextlib.contextmanager
@@ -122,11 +113,11 @@ class ControlSocket:
         clients = self._taken_awaiting()
         if not clients:
             return
-        answer = _answer(lambda _: last_word(), {}) + b"\n"
+        told = answer(lambda _: last_word(), {}) + b"\n"
         for client in clients:
             with contextlib.suppress(OSError), contextlib.closing(client):
                 client.settimeout(_END_PATIENCE_S / len(clients))
-                client.sendall(answer)
+                client.sendall(told)
 
     def _taken_awaiting(self) -> list[_socket.socket]:
         with self._await_end_lock:
@@ -162,11 +153,11 @@ class ControlSocket:
     def _serve_one(self, client: _socket.socket) -> bool:
         """True if another thread has taken the client over."""
         until = time.monotonic() + _CLIENT_LIMIT_S
-        _, uid = _peer_of(client)
+        _, uid = peer_of(client)
         if uid not in (0, os.geteuid()):
             raise PermissionError(f"user {uid} may not ask")
-        line = _read_line(client, _REQUEST_LIMIT_BYTES, until)
-        if f'"{END}"'.encode() in line and _parsed(line).get("command") == END:
+        line = read_line(client, _REQUEST_LIMIT_BYTES, until)
+        if f'"{END}"'.encode() in line and parsed(line).get("command") == END:
             return self._keep_until_end(client)
         if not any(f'"{name}"'.encode() in line for name in self._slow):
             self._reply(client, answer_to(line, self._commands))
@@ -208,15 +199,15 @@ class ControlSocket:
 
 def answer_to(line: bytes, commands: Mapping[str, Command]) -> bytes:
     """The answer to a request, whatever it is."""
-    request = _parsed(line)
+    request = parsed(line)
     try:
         act = commands[request["command"]]
     except Exception:  # Junk of any kind.
-        return _error(f"this is no command; there are: {', '.join(sorted(commands))}")
-    return _answer(act, request)
+        return _error(f"unknown command; known commands: {', '.join(sorted(commands))}")
+    return answer(act, request)
 
 
-def _answer(act: Command, request: Mapping[str, Any]) -> bytes:
+def answer(act: Command, request: Mapping[str, Any]) -> bytes:
     import json
 
     try:
@@ -233,7 +224,7 @@ def _error(text: str) -> bytes:
     return json.dumps({"error": text}).encode()
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
+def parsed(line: bytes) -> dict[str, Any]:
     import json
 
     try:
@@ -290,19 +281,19 @@ def _substitutes() -> list[str]:
 
 def _remove_sockets_of_the_dead() -> None:
     """A pid without a process here may be one of another container, so its socket is tried."""
-    for path, (_, pid) in _paths().items():
-        if _is_own(path) and not os.path.exists(f"/proc/{pid}"):
+    for path, (_, pid) in paths().items():
+        if is_own(path) and not os.path.exists(f"/proc/{pid}"):
             with contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)) as probe:
                 probe.setblocking(False)
                 try:
                     probe.connect(path)
                 except ConnectionRefusedError:
-                    _remove_stale(path)
+                    remove_stale(path)
                 except OSError:
                     pass
 
 
-def _remove_stale(path: str) -> None:
+def remove_stale(path: str) -> None:
     """A socket that refuses connections. It does so for a moment before its agent listens on it, too."""
     with contextlib.suppress(OSError):
         found = os.lstat(path)
@@ -311,95 +302,7 @@ def _remove_stale(path: str) -> None:
             os.unlink(path)
 
 
-# The other side.
-
-
-def find(*, of_all_users: bool = False) -> tuple[list[dict[str, Any]], dict[int, str]]:
-    """Every agent of this user on this host, wherever its socket is: the statuses (`AgentStatus.to_dict`, where the
-    `socket` is and the `uid` of its user), and the pids of agents that did not answer in time, with the names of their
-    runs (`name_in_path`). Stale sockets are removed. This user's agents are asked at the same time. Root may ask the
-    agents of all users; those of others have a bounded time for all of them together."""
-    statuses, silent = [], {}
-    paths = _paths()
-    own = sorted(filter(_is_own, paths))
-    until = time.monotonic() + _OTHERS_LIMIT_S
-    batches = [own[first : first + _ASKED_AT_ONCE] for first in range(0, len(own), _ASKED_AT_ONCE)]
-    for batch in [*batches, *([path] for path in sorted(paths.keys() - {*own}) if of_all_users)]:
-        limit_s = _OWN_LIMIT_S if batch in batches else min(_ASK_LIMIT_S, max(0.01, until - time.monotonic()))
-        ends = time.monotonic() + limit_s
-        for path, question in [(path, _asked(path, limit_s)) for path in batch]:
-            name, pid = paths[path]
-            try:
-                if isinstance(question, Exception):
-                    raise question
-                answer = question.answer(max(0.01, ends - time.monotonic()))
-            except ConnectionRefusedError:
-                _remove_stale(path)
-            except (TimeoutError, BlockingIOError):  # The latter if its queue is full.
-                silent[pid] = name
-            except (OSError, ValueError, RecursionError):
-                continue  # It is gone, or is none of ours.
-            else:
-                # Root asks every user's agents, and believes only what a process says of itself.
-                status = answer.get("result")
-                if isinstance(status, dict) and status.get("pid") == question.pid:
-                    statuses.append({**status, "socket": path, "uid": question.uid})
-    return statuses, silent
-
-
-def _asked(path: str, limit_s: float) -> Question | Exception:
-    try:
-        return Question(path, {"command": "status"}, limit_s)
-    except OSError as error:
-        return error
-
-
-def ask(path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> tuple[dict[str, Any], int]:
-    """The answer of the agent at that socket, and its pid. OSError if it cannot be asked, ValueError for nonsense."""
-    until = time.monotonic() + timeout_s
-    asked = Question(path, request, timeout_s)
-    return asked.answer(until - time.monotonic()), asked.pid
-
-
-class Question:
-    """One that has been sent. `fileno` can be read when there is an answer, or none will come."""
-
-    def __init__(self, path: str, request: Mapping[str, Any], timeout_s: float = _ASK_LIMIT_S) -> None:
-        import json
-
-        owner = os.lstat(path).st_uid
-        if owner != os.geteuid() != 0:
-            raise PermissionError(errno.EPERM, "it belongs to another user", path)
-        self._path = path
-        self._limit_bytes = _ANSWER_LIMIT_BYTES if owner == os.geteuid() else _ANSWER_OF_OTHERS_LIMIT_BYTES
-        self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        try:
-            self._sock.settimeout(timeout_s)
-            self._sock.connect(path)
-            self.pid, self.uid = _peer_of(self._sock)
-            if self.uid != owner:
-                raise PermissionError(errno.EPERM, f"user {self.uid} serves the socket of user {owner}", path)
-            self._sock.sendall(json.dumps(request).encode() + b"\n")
-        except BaseException:
-            self._sock.close()
-            raise
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def answer(self, timeout_s: float = _ASK_LIMIT_S) -> dict[str, Any]:
-        import json
-
-        try:
-            answer = json.loads(_read_line(self._sock, self._limit_bytes, time.monotonic() + timeout_s))
-        finally:
-            self.close()
-        if not isinstance(answer, dict):
-            raise ValueError(f"{self._path} does not answer with an object")
-        return answer
-
-    def close(self) -> None:
-        self._sock.close()
+# Where sockets are.
 
 
 def directories() -> list[str]:
@@ -424,7 +327,7 @@ def objection_to(directory: str) -> str:
         return error.strerror or str(error)
 
 
-def _is_own(path: str) -> bool:
+def is_own(path: str) -> bool:
     with contextlib.suppress(OSError):
         return os.lstat(path).st_uid == os.geteuid()
     return False
@@ -435,7 +338,7 @@ def _is_private(directory: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
-def _paths() -> dict[str, tuple[str, int]]:
+def paths() -> dict[str, tuple[str, int]]:
     """Sockets, with the run and the pid in their names. The kernel lists those of agents whose TMPDIR is not ours, the
     directories have those of agents that are gone."""
     paths: list[str] = []
@@ -447,16 +350,16 @@ def _paths() -> dict[str, tuple[str, int]]:
     return {path: (found[1], int(found[2])) for path in paths if (found := re.search(_PATH, path))}
 
 
-# Both sides.
+# Both sides of a connection.
 
 
-def _peer_of(sock: _socket.socket) -> tuple[int, int]:
+def peer_of(sock: _socket.socket) -> tuple[int, int]:
     """The pid and the uid of the process at the other end."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12))
     return pid, uid
 
 
-def _read_line(sock: _socket.socket, limit_bytes: int, until: float) -> bytes:
+def read_line(sock: _socket.socket, limit_bytes: int, until: float) -> bytes:
     data = bytearray()
     while not data.endswith(b"\n"):
         left_s = until - time.monotonic()

@@ -17,9 +17,10 @@ from holdfast.agent.model import WorkerSpec
 from holdfast.errors import HostError, UserError
 from holdfast.process.output.log_files import CHUNK_BYTES, attempt_of, log_path, read_piece
 from holdfast.telemetry.redaction import Redactor, secrets_in
-from holdfast.telemetry.status import AgentStatus, WorkerStatus
+from holdfast.telemetry.status import AgentStatus, WorkerStatus, plain
 
-_STACKS_LIMIT_CHARS = 200_000
+_STACKS_LIMIT_CHARS = 60_000  # In JSON they may become twice as much; both fit into an answer.
+_LOOKS_LIMIT_CHARS = 380_000
 _TEXT_LIMIT_CHARS = 4000
 _LIST_LIMIT = 1000
 
@@ -43,12 +44,27 @@ def read_log(status: AgentStatus, request: Mapping[str, Any]) -> dict[str, Any]:
     offset = request.get("offset", 0)
     if type(offset) is not int:
         raise UserError("offset is no number")
-    is_over = worker.state not in ("running", "not started")
-    return {"path": path, "attempt": attempt_of(path), "is_over": is_over, **read_piece(path, offset)}
+    return {"path": path, "attempt": attempt_of(path), "is_over": _is_over(worker), **read_piece(path, offset)}
+
+
+def has_last_words(status: AgentStatus, request: Mapping[str, Any]) -> bool:
+    """Whether the worker of that rank writes no more, into another log than the one that was told (`after`)."""
+    for worker in status.workers:
+        if worker.global_rank == request.get("rank"):
+            path = worker.stdout if request.get("stream") == "stdout" else worker.stderr
+            return _is_over(worker) and path != request.get("after")
+    return True
+
+
+def _is_over(worker: WorkerStatus) -> bool:
+    return worker.state not in ("running", "not started")
 
 
 def take_stacks(status: AgentStatus, request: Mapping[str, Any]) -> dict[str, Any]:
-    """`text`: the stacks of the worker of that rank, or of all. Nothing is stopped."""
+    """`text`: the stacks of the worker of that rank, or of all. Nothing is stopped. On request `looks` has them as
+    records (`compare.WorkerLook`), which can be compared with those of other nodes."""
+    import json
+
     from holdfast import procfs
     from holdfast.hangs import compare, watch
 
@@ -58,11 +74,15 @@ def take_stacks(status: AgentStatus, request: Mapping[str, Any]) -> dict[str, An
     found = sorted((each.global_rank, each.pid) for each in chosen if each.pid is not None and each.pid in below)
     if not found:
         raise HostError("no worker is running there at the moment")
-    picture = watch.examine(dict(enumerate(found)), native=False)
+    picture = watch.examine(dict(enumerate(found)), native=request.get("native") is True)
     text = compare.summary(picture, is_short=False)
-    if rank is not None:
+    if rank is not None or request.get("all") is True:
         text += "\n\n" + compare.full_text(picture)
-    return {"text": text[:_STACKS_LIMIT_CHARS]}
+    answer: dict[str, Any] = {"text": text[:_STACKS_LIMIT_CHARS]}
+    looks = plain(picture.looks) if request.get("looks") else []
+    if len(json.dumps(looks)) <= _LOOKS_LIMIT_CHARS:
+        answer["looks"] = looks
+    return answer
 
 
 def read_events(path: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from holdfast.agent.lifecycle import AgentPhase, Step
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, Worker, WorkerGroup
 from holdfast.agent.sinks import RunEnd, Sink
 from holdfast.agent.workers import Workers
-from holdfast.errors import HostError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.failures.records import HANG
 from holdfast.frozen import changed
 from holdfast.rendezvous import endpoints
@@ -26,7 +27,7 @@ from holdfast.rendezvous.coordination import Coordination
 from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
 from holdfast.telemetry import history
 from holdfast.telemetry.history import History
-from holdfast.telemetry.status import AgentStatus, WorkerStatus
+from holdfast.telemetry.status import AgentStatus, Output, WorkerStatus, plain
 
 if TYPE_CHECKING:
     from holdfast.process.workers.group import PContext
@@ -39,6 +40,8 @@ _QUERY_LIMIT_BYTES = 4096  # That of the wire (`protocol`).
 _REPORT_LIMIT_CHARS = 200_000
 _COORDINATOR_LIMIT_S = 3.0
 _NODE_LIMIT_S = 20.0  # Stacks take their time.
+_MOST_ASKED_AT_ONCE = 64
+_MOST_AWAIT_LAST_WORDS = 64
 
 
 def health_address(given: int | str | None = None) -> tuple[str, int] | None:
@@ -98,7 +101,8 @@ class Publisher(Sink):
         now = time.time(), time.monotonic()
         who = (group.spec.run_id, group.spec.role, os.uname().nodename, os.getpid())
         left = group.spec.policy.max_restarts
-        self.status = AgentStatus(*who, *now, restarts_left=left, node_id=run.node_id, history=History(now[1]))
+        self.status = AgentStatus(*who, *now, restarts_left=left, node_id=run.node_id, past=History(now[1]))
+        self._last_words: deque[tuple[dict[str, Any], Callable[[bytes], None]]] = deque(maxlen=_MOST_AWAIT_LAST_WORDS)
 
     @contextmanager
     def served(self, health_check_server: Any) -> Iterator[None]:
@@ -120,12 +124,14 @@ class Publisher(Sink):
     def take(self, step: Step) -> None:
         if isinstance(step.event, Ended):
             self._reason = step.event.outcome.reason
-        told = history_after(self.status.history, step, self._group, self._workers, self._reason)
-        known: dict[str, Any] = {"phase": step.phase.lower(), "round": step.round, "history": told}
+        told = history_after(self.status.past, step, self._group, self._workers, self._reason)
+        known: dict[str, Any] = {"phase": step.phase.lower(), "round": step.round, "past": told}
         if isinstance(step.event, Sealed):
             used = step.event.place.restarts_used
             known |= {"restarts_used": used, "restarts_left": max(0, self._group.spec.policy.max_restarts - used)}
         self._publish(**known, story=(*self.status.story, step)[-_STEPS_KEPT:])
+        if self._last_words:
+            self._tell_last_words()
         if self._on_first_node is not None and self.status.node == 0:
             call, self._on_first_node = self._on_first_node, None
             call(self.status.run_id)
@@ -137,9 +143,9 @@ class Publisher(Sink):
 
     def leave(self) -> None:
         now = time.monotonic()
-        told = self.status.history.enter("stopping", now)
+        told = self.status.past.enter("stopping", now)
         told = told.stop(history.MEMBERSHIP_CHANGED, "this node leaves", now)
-        self._publish(phase=AgentPhase.STOPPING.lower(), history=told)
+        self._publish(phase=AgentPhase.STOPPING.lower(), past=told)
 
     def end(self, end: RunEnd) -> None:
         self._end = end
@@ -160,13 +166,33 @@ class Publisher(Sink):
             **known,
         )
         if self._tracing is not None:
-            self._tracing.follow(before.history, self.status.history)
+            self._tracing.follow(before.past, self.status.past)
 
     # Others ask, in threads.
 
-    def answer(self, request: bytes) -> bytes:
-        """What others ask this node through the coordinator: they only read."""
-        return control.answer_to(request, self._readable)
+    def answer(self, line: bytes, reply: Callable[[bytes], None]) -> None:
+        """What others ask this node through the coordinator: they only read. `last_words` is a question for the end of
+        a worker's log, from those that follow it. It is answered when the worker has ended and before the coordinator
+        hears of that: it may be the end of the run, after which nothing can be asked."""
+        request = control.parsed(line)
+        if request.get("command") != "last_words":
+            reply(control.answer_to(line, self._readable))
+            return
+        self._last_words.append((request, reply))
+        self._tell_last_words()
+
+    def _tell_last_words(self) -> None:
+        from holdfast.agent import inspection
+
+        for _ in range(len(self._last_words)):
+            try:
+                request, reply = self._last_words.popleft()
+            except IndexError:  # Another thread has told them.
+                return
+            if inspection.has_last_words(self.status, request):
+                reply(control.answer(self._inspect, {**request, "command": "logs"}))
+            else:
+                self._last_words.append((request, reply))
 
     def _last_word(self) -> dict[str, Any]:
         """For those that wait for the end."""
@@ -185,7 +211,11 @@ class Publisher(Sink):
         from holdfast.agent import inspection
 
         context = self._workers.context
-        return inspection.answer(request, self.status, self._group.spec, context.logs_dir if context else "")
+        told = inspection.answer(request, self.status, self._group.spec, context.logs_dir if context else "")
+        for waiting, _ in [*self._last_words] if "follower" in request else ():
+            if waiting.get("follower") == request["follower"]:
+                waiting["offset"] = told["offset"]  # This one has been given all before that.
+        return told
 
     def _request_stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The loop does it, when it is its turn."""
@@ -195,25 +225,40 @@ class Publisher(Sink):
         return {"scope": scope, "pid": os.getpid()}
 
     def _query(self, request: Mapping[str, Any]) -> Any:
-        """Ask the coordinator, or the agent of another node."""
+        """Ask the coordinator, the agent of another node, or the agents of some `nodes` at the same time; then the
+        result has the answer of each."""
         import json
 
         body = json.dumps(request["request"]).encode()
         if len(body) > _QUERY_LIMIT_BYTES:
             raise UserError(f"a request of {len(body)} bytes is too long")
+        nodes, wish = request.get("nodes"), request.get("timeout_s")
         node_id = str(request.get("node", ""))
-        limit_s, wish = _NODE_LIMIT_S if node_id else _COORDINATOR_LIMIT_S, request.get("timeout_s")
+        limit_s = _NODE_LIMIT_S if nodes or node_id else _COORDINATOR_LIMIT_S
         limit_s = min(limit_s, wish) if isinstance(wish, float) and wish > 0 else limit_s
-        answer = json.loads(self._run.ask(body, node_id, limit_s))
-        if "error" in answer:
-            raise HostError(str(answer["error"]))
-        return answer["result"]
+        if nodes is None:
+            answer = json.loads(self._run.ask(body, node_id, limit_s))
+            if "error" in answer:
+                raise HostError(str(answer["error"]))
+            return answer["result"]
+        from concurrent.futures import ThreadPoolExecutor
+
+        def ask(node_id: str) -> Any:
+            try:
+                return json.loads(self._run.ask(body, node_id, limit_s))
+            except HoldfastError as error:
+                return {"error": str(error)}
+
+        names = [str(each) for each in nodes[:_MOST_ASKED_AT_ONCE]]
+        with ThreadPoolExecutor(max(1, len(names))) as pool:
+            return dict(zip(names, pool.map(ask, names), strict=True))
 
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         progress, copied = self._workers.progress, self._workers.copied
         readers = (progress.of, progress.rate_of) if progress is not None else ()
-        shown = self.status.to_dict(time.monotonic(), self._run.joined, *readers)
-        shown["output"] = {name: {"lines": each.lines, "bytes": each.size_bytes} for name, each in copied.items()}
+        told = self.status.told(time.monotonic(), self._run.joined, *readers)
+        output = {name: Output(each.lines, each.size_bytes) for name, each in copied.items()}
+        shown: dict[str, Any] = plain(changed(told, output=output))
         return shown
 
     def _traced(self) -> AbstractContextManager[Tracing | None]:

@@ -22,20 +22,23 @@ from holdfast import escape, procfs
 from holdfast.cli import archive, console, doctor, runs, status
 from holdfast.cli.archive import Pieces
 from holdfast.cli.arguments.parser import PlainParser
-from holdfast.cli.runs import dict_of, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HostError, UserError
-from holdfast.frozen import fields_of
+from holdfast.frozen import field, fields_of, frozen
+from holdfast.observe import ask, run_view, words
+from holdfast.observe.ask import AskedRun, decoded
+from holdfast.observe.log_tail import LogPiece
+from holdfast.observe.run_view import RunView, Told
 from holdfast.process.output import log_files
 from holdfast.process.output.logs import open_left_file
 from holdfast.telemetry.redaction import Redactor, secrets_in
+from holdfast.telemetry.status import AgentStatus
 from holdfast.text import size_text
 
 PROGRAM = "holdfast bundle"
 
-_ASK_FOR_S = 120.0  # All agents together.
+_LOGS_LIMIT_S = 60.0  # Of all nodes together.
 _FILE_BYTES = 1 << 20
 _SECRET_BYTES = 1 << 16
-_STREAMS = ("stdout", "stderr")
 
 _EPILOG = """\
 The file has versions and what `holdfast doctor` finds, the command line and configuration of each node, the status, the
@@ -104,7 +107,7 @@ def make_bundle(args: argparse.Namespace) -> dict[str, Any]:
     """`file`, its `bytes`, how many `pieces` are in it, and what is `missing`."""
     directory = _run_directory(args.log_dir) if args.log_dir is not None else None
     run, trouble = _open_run(args)
-    name = run.name if run is not None else args.run or os.path.basename(directory or "run")
+    name = run.name if run is not None else runs.name_in(args) or os.path.basename(directory or "run")
     path = os.path.abspath(args.output or _file_name(name))
     answers = Answers(run) if run is not None else None
     redactor = Redactor(_known_secrets(args, answers))
@@ -121,9 +124,9 @@ def make_bundle(args: argparse.Namespace) -> dict[str, Any]:
     return {"file": path, "bytes": os.stat(path).st_size, "pieces": pieces.count, "missing": pieces.missing}
 
 
-def _open_run(args: argparse.Namespace) -> tuple[runs.LocalRun | runs.RemoteRun | None, str]:
+def _open_run(args: argparse.Namespace) -> tuple[AskedRun | None, str]:
     """The run, or why there is none to be asked. At an endpoint that does not answer, that is what the bundle shows."""
-    if args.log_dir is not None and args.run is None:
+    if args.log_dir is not None and runs.name_in(args) is None:
         return None, ""
     try:
         return runs.open_run(args), ""
@@ -138,33 +141,48 @@ def _file_name(name: str) -> str:
     return f"holdfast-bundle-{plain}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz"
 
 
+@frozen
+class Config:
+    """What of an agent's configuration is read here: where secrets are."""
+
+    directory: str = ""
+    rendezvous: dict[str, Any] = field(default_factory=dict)
+
+    def secret_files(self) -> Iterator[str]:
+        access = self.rendezvous.get("access")
+        for named in (
+            self.rendezvous.get("token_file"),
+            access.get("password_file") if isinstance(access, dict) else "",
+        ):
+            if isinstance(named, str) and named:
+                yield os.path.join(self.directory, named)
+
+
 class Answers:
     """What the agents of a run say. The status and how each was started are asked for at once: the latter says where
-    secrets are kept. `configs` has an answer, or why there is none, for each of `agents`."""
+    secrets are kept. `configs` has an answer, or why there is none, for each agent."""
 
-    def __init__(self, run: runs.RunView) -> None:
-        self._run, self._ends = run, time.monotonic() + _ASK_FOR_S
-        self.picture: dict[str, Any] = {"agents": [], "silent": {}, "run": None}
-        self.problem = ""
+    def __init__(self, run: AskedRun) -> None:
+        self._run, self.view, self.problem = run, RunView(run.name, time.monotonic()), ""
         try:
-            self.picture = status.picture_of(run)
+            self.view = run_view.look(run)
         except HostError as error:
             self.problem = str(error)
-        self.agents: list[dict[str, Any]] = sorted(
-            self.picture["agents"], key=lambda each: number_of(each, "node") or 0
-        )
-        self.configs = [self._config_of(agent) for agent in self.agents]
+        self.configs = self.of_all("config")
 
-    def _config_of(self, agent: Mapping[str, Any]) -> dict[str, Any] | str:
-        try:
-            return self.ask(agent, command="config")
-        except HostError as error:
-            return str(error)
+    def of_all(self, command: str) -> dict[str, Any]:
+        names = [*self.view.agents]
+        return self._run.ask_nodes(names, {"command": command}, ask.LONG_LIMIT_S) if names else {}
 
-    def ask(self, agent: Mapping[str, Any], **request: Any) -> dict[str, Any]:
-        if time.monotonic() > self._ends:
-            raise HostError(f"not asked: the others took {_ASK_FOR_S:g} s")
-        return self._run.ask_node(name_of(agent), request)
+    def log(self, name: str, **request: Any) -> LogPiece:
+        answer = self._run.ask_node(name, {"command": "logs", "offset": -log_files.CHUNK_BYTES, **request})
+        return decoded(answer, LogPiece, f"node {name}")
+
+    def secrets_here(self) -> Iterator[tuple[AgentStatus, int, Config]]:
+        """The agents of this host, whose users they are, and how they were started."""
+        for agent in self._run.local_agents():
+            with suppress(HostError):
+                yield agent.status, agent.uid, decoded(self.configs.get(agent.name), Config, agent.name)
 
 
 def _known_secrets(args: argparse.Namespace, answers: Answers | None) -> Iterator[str]:
@@ -174,13 +192,9 @@ def _known_secrets(args: argparse.Namespace, answers: Answers | None) -> Iterato
     with suppress(UserError):
         config = runs.config_of(args) if args.rdzv_endpoint is not None else {}
         files += [(str(config.get(name, "")), os.geteuid()) for name in ("token_file", "password_file")]
-    for agent, told in zip(answers.agents, answers.configs, strict=True) if answers is not None else ():
-        if "socket" in agent and isinstance(told, dict):
-            yield from secrets_in(procfs.environment_of(int(number_of(agent, "pid") or 0)))
-            settings = dict_of(told, "rendezvous")
-            named = [text_of(settings, "token_file"), text_of(dict_of(settings, "access"), "password_file")]
-            directory, user = text_of(told, "directory"), int(number_of(agent, "uid") or 0)
-            files += [(os.path.join(directory, each), user) for each in named if each]
+    for agent, uid, started in answers.secrets_here() if answers is not None else ():
+        yield from secrets_in(procfs.environment_of(agent.pid))
+        files += [(path, uid) for path in started.secret_files()]
     for path, user in files:
         with suppress(OSError, ValueError), open_left_file(os.path.realpath(path)) as file:
             # Another user's agent may name any file. A file of root that is left out of the bundle tells that user what
@@ -202,57 +216,63 @@ def _add_run(pieces: Pieces, answers: Answers) -> None:
     if answers.problem:
         pieces.miss("the status", answers.problem)
         return
-    picture = answers.picture
-    pieces.json("status.json", picture, "all nodes and workers, as far as they answered")
-    pieces.text("status.txt", "\n".join(status.lines_of(picture)) + "\n", "the same for people")
-    for node_id, reason in picture["silent"].items():
-        pieces.miss(f"everything of node {node_id}", reason)
-    for number, (agent, config) in enumerate(zip(answers.agents, answers.configs, strict=True)):
-        _add_node(pieces, answers, f"node-{number}", agent, config)
+    view = answers.view
+    pieces.json("status.json", view.to_json(words.sentence(view)), "all nodes and workers, as far as they answered")
+    pieces.text("status.txt", status.text_of(view), "the same for people")
+    for node in view.nodes:
+        if node.node_id in view.silent:
+            pieces.miss(f"everything of node {node.node_id}", view.silence_of(node))
+    events, stacks = answers.of_all("events"), answers.of_all("stacks")
+    ends = time.monotonic() + _LOGS_LIMIT_S
+    for number, (name, told) in enumerate(view.agents.items()):
+        place, who = f"node-{number}", told.status.node_id or told.status.host or name
+        config = answers.configs[name]
+        if isinstance(config, dict):
+            pieces.json(f"{place}/config.json", {"node": who, **config}, f"command line and configuration of {who}")
+        else:
+            pieces.miss(f"the configuration of {who}", config)
+        _add_text(pieces, f"{place}/events.jsonl", f"the end of the events file of {who}", events[name])
+        _add_text(pieces, f"{place}/stacks.txt", f"the stacks of the workers of {who}", stacks[name])
+        _add_logs(pieces, answers, name, told, who, ends)
     pieces.miss("report.json", "a run has one when it has failed; then give --log-dir")
 
 
-def _add_node(
-    pieces: Pieces, answers: Answers, place: str, agent: Mapping[str, Any], config: dict[str, Any] | str
-) -> None:
-    who = text_of(agent, "node_id") or text_of(agent, "host") or place
-    if isinstance(config, dict):
-        pieces.json(f"{place}/config.json", {"node": who, **config}, f"command line and configuration of {who}")
-    else:
-        pieces.miss(f"the configuration of {who}", config)
+def _add_text(pieces: Pieces, name: str, what: str, answer: Any) -> None:
+    def add() -> None:
+        if isinstance(answer, HostError):
+            raise answer
+        pieces.text(name, _whole_lines(decoded(answer, LogPiece, what)), what)
 
-    def add(name: str, what: str, request: dict[str, Any]) -> None:
-        answer = answers.ask(agent, **request)
-        text, is_log = str(answer.get("text") or ""), request["command"] == "logs"
-        is_cut = (number_of(answer, "size") or 0) > log_files.CHUNK_BYTES
-        (pieces.log if is_log else pieces.text)(name, _whole_lines(text) if is_cut else text, what)
+    pieces.attempt(what, add)
 
-    for command, name, words in (
-        ("events", "events.jsonl", "the end of the events file"),
-        ("stacks", "stacks.txt", "the stacks of the workers"),
-    ):
-        what = f"{words} of {who}"
-        pieces.attempt(what, add, f"{place}/{name}", what, {"command": command})
-    for stream, rank, attempt in _logs_of(agent):
+
+def _add_logs(pieces: Pieces, answers: Answers, name: str, told: Told, who: str, ends: float) -> None:
+    def add(stream: str, rank: int, attempt: int) -> None:
+        if time.monotonic() > ends:
+            raise HostError(f"not asked: the other logs took {_LOGS_LIMIT_S:g} s")
+        piece = answers.log(name, rank=rank, stream=stream, attempt=attempt)
+        text = _whole_lines(piece)
+        pieces.log(
+            f"logs/rank-{rank}.attempt-{attempt}.{stream}.log", text, f"the end of {stream} of rank {rank} on {who}"
+        )
+
+    for stream, rank, attempt in _logs_of(told.status):
         what = f"{stream} of rank {rank} on {who}"
         if attempt is None:
             pieces.miss(what, log_files.NO_LOG)
-            continue
-        request = {"command": "logs", "rank": rank, "stream": stream, "attempt": attempt}
-        name = f"logs/rank-{rank}.attempt-{attempt}.{stream}.log"
-        pieces.attempt(what, add, name, f"the end of {what}", {**request, "offset": -log_files.CHUNK_BYTES})
+        else:
+            pieces.attempt(what, add, stream, rank, attempt)
 
 
-def _logs_of(agent: Mapping[str, Any]) -> Iterator[tuple[str, int, int | None]]:
+def _logs_of(agent: AgentStatus) -> Iterator[tuple[str, int, int | None]]:
     """Stream, present rank and attempt, None if there is no file. Those of workers that failed come first: they are
     wanted most. Under which rank a log is asked for depends on the local rank, which its directory is named after."""
-    workers = dicts_of(agent, "workers")
-    ranks = {number_of(each, "local_rank"): int(number_of(each, "global_rank") or 0) for each in workers}
+    ranks = {each.local_rank: each.global_rank for each in agent.workers}
     chosen = {
-        (stream, ranks[number_of(each, "local_rank")], log_files.attempt_of(text_of(each, stream))): None
-        for each in (*dicts_of(agent, "failed"), *workers)
-        for stream in _STREAMS
-        if number_of(each, "local_rank") in ranks
+        (stream, ranks[each.local_rank], log_files.attempt_of(path)): None
+        for each in (*agent.failed, *agent.workers)
+        for stream, path in (("stdout", each.stdout), ("stderr", each.stderr))
+        if each.local_rank in ranks
     }
     yield from chosen
 
@@ -297,14 +317,14 @@ def _end_of(path: str, size_bytes: int) -> str:
             left_out = max(0, os.fstat(file.fileno()).st_size - size_bytes)
             file.seek(left_out)
             text = file.read(size_bytes).decode("utf-8", "backslashreplace")
-            return _whole_lines(text) if left_out else text
+            return text.partition("\n")[2] if left_out else text
     except OSError as error:
         raise HostError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _whole_lines(text: str) -> str:
+def _whole_lines(piece: LogPiece) -> str:
     """Without the rest of a line whose beginning is not there: half a secret would not be found."""
-    return text.partition("\n")[2]
+    return piece.text.partition("\n")[2] if piece.size > log_files.CHUNK_BYTES else piece.text
 
 
 def _attempts(directory: str) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from holdfast.cli import console, runs
 from holdfast.cli.arguments.options import duration_s, host_and_port
 from holdfast.cli.arguments.parser import PlainParser, argument
+from holdfast.observe.ask import AskedRun
 from holdfast.observe.dashboard.serving import DEFAULT_ADDRESS, DEFAULT_LINGER_S, Service, serve
 
 PROGRAM = "holdfast dashboard"
@@ -45,11 +46,11 @@ def main(argv: Sequence[str]) -> int:
     args = get_parser().parse_args(argv)
     service = Service(args.addr, args.linger, args.token_file, may_read_files=not args.all_users)
 
-    def find_run() -> runs.LocalRun | runs.RemoteRun:
+    def find_run() -> AskedRun:
         # On this host the token is for what the page may do, not for asking.
         ours = {} if args.rdzv_endpoint is not None else {"token_file": ""}
         run = runs.open_run(argparse.Namespace(**{**vars(args), **ours}))
-        args.run = run.name  # Other runs may start on this host later.
+        args.run, args.rdzv_id = run.name, None  # Other runs may start on this host later.
         return run
 
     def announce(name: str, url: str) -> None:

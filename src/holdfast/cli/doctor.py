@@ -1,6 +1,6 @@
 """`holdfast doctor`: checks this host and, with an endpoint, the way to the coordinator. It takes some seconds at most.
 
-`checks` has the parts: `host` and `endpoint` read facts, `findings` judges them.
+`checks` has a function for each check: `host` those of this host, `endpoint` those of the way to a coordinator.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import os
 from collections.abc import Iterator, Sequence
 
 from holdfast import escape
-from holdfast.cli import console, runs, status
+from holdfast.cli import console, runs
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.checks import endpoint, findings, host
 from holdfast.cli.checks.findings import Finding, Level
 from holdfast.errors import HoldfastError, UserError
 from holdfast.frozen import fields_of
+from holdfast.observe import run_view, words
 
 PROGRAM = "holdfast doctor"
 
 LIMIT_S = 9.0
-_WAY = ("endpoint name", "etcd", "coordinator", "token", "run")
 
 _EPILOG = """\
 Each check is a line: ok, warning (a run works, but worse, or not yet) or problem, and what to do about it. With
@@ -59,33 +59,32 @@ def main(argv: Sequence[str]) -> int:
 
 def examine(args: argparse.Namespace) -> list[Finding]:
     """Raises UserError if the options make no sense."""
-    readers = dict(host.READERS)
+    checks: dict[str, findings.Check] = dict(host.CHECKS)
     way = None
     if args.rdzv_endpoint is not None:
         way = endpoint.Way(args)
-        readers["endpoint"] = way.examine
+        checks["endpoint"] = way.examine
     elif args.rdzv_conf or args.rdzv_backend != "tcp":
         raise UserError("--rdzv-backend and --rdzv-conf are for --rdzv-endpoint")
     else:
-        if args.run is not None:
-            readers["run"] = lambda: _run_here(args)
+        if runs.name_in(args) is not None:
+            checks["run"] = lambda: _run_here(args)
         if args.token_file or os.environ.get("HOLDFAST_TOKEN"):
-            readers["token"] = lambda: endpoint.token_of(args.token_file)[1]
-    facts = host.read_all(readers, LIMIT_S)
+            checks["token"] = lambda: endpoint.read_token(args.token_file)[2]
+    found = findings.run_all(checks, LIMIT_S)
     if way is not None:
-        whole = facts.pop("endpoint")
-        facts |= {check: way.facts[check] for check in _WAY if check in way.facts}
-        facts |= {"endpoint": whole} if whole is not None else {}
-    return [*findings.judge(facts)]
+        late = found.pop("endpoint", None)
+        found |= {check: way.found[check] for check in endpoint.ORDER if check in way.found}
+        found |= {"endpoint": late} if late is not None else {}
+    return [Finding(check, *verdict) for check, verdict in found.items()]
 
 
-def _run_here(args: argparse.Namespace) -> findings.Run:
-    chosen = argparse.Namespace(**{**vars(args), "token_file": ""})
+def _run_here(args: argparse.Namespace) -> findings.Verdict:
     try:
-        picture = status.picture_of(runs.open_run(chosen))
+        view = run_view.look(runs.open_run(argparse.Namespace(**{**vars(args), "token_file": ""})))
     except HoldfastError as error:
-        return findings.Run(args.run, problem=str(error))
-    return findings.Run(args.run, status.heading(picture))
+        return findings.problem(str(error), endpoint.COMPARE_RUN)
+    return findings.ok(words.heading(view))
 
 
 def lines_of(found: Sequence[Finding]) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """`holdfast logs`: the log files of a run's workers, from this host directly, from others through the coordinator.
 
-Each stream of each chosen rank is a `Source`, read in pieces of at most 64 KiB. Following is reading again after a
-bounded wait, which ends at once when an agent of this host does. A file that was deleted, replaced or cut is said in
-one line, and so is a new attempt. Lines come from workers and go through `escape`; with --json, JSON escapes them.
+Each stream of each chosen rank is a `Source`, read through a `LogTail`. Following is reading again after a bounded
+wait, which ends at once when the run does. Agents of other hosts are gone a moment after the end of the run, so they
+are asked for their workers' last words beforehand, and answer when a worker has ended. Lines come from workers and go
+through `escape`; with --json, JSON escapes them.
 """
 
 from __future__ import annotations
@@ -10,27 +11,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import queue
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from holdfast import loop
 from holdfast.cli import console, runs
 from holdfast.cli.arguments.parser import PlainParser
-from holdfast.cli.runs import RunView, dicts_of, number_of, text_of
-from holdfast.errors import HostError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.failures.report import ranks_text
+from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun, decoded
+from holdfast.observe.log_tail import LogPiece, LogTail, Part
 from holdfast.process.output import log_files
+from holdfast.telemetry.status import AgentStatus, NodeStatus, WorkerStatus
 
 PROGRAM = "holdfast logs"
 
 _STREAMS = ("stdout", "stderr")
 _LOOK_AGAIN_S = 0.25
 _LOOK_AGAIN_ELSEWHERE_S = 1.0  # A coordinator passes on a bounded number of questions a second.
-_ASK_AGAIN_EVERY = 4  # Looks after which a coordinator is asked whether the run has ended.
+_UNREACHABLE_S = 60.0  # A coordinator that is replaced is back by then.
+_NODE_LIMIT_S = 2.0
+_LAST_WORDS_S = 20.0  # After that the question is asked again.
+_LAST_WORDS_PATIENCE_S = 2.0  # After the end of the run.
+_MOST_LAST_WORDS = 32
+_MOST_LAST_WORDS_HERE = 4  # An agent of this host passes on eight questions at a time.
 _MOST_SOURCES = 128
 _MOST_RANKS = 1 << 12  # Of one node.
 _SHOWN_BEFORE_FOLLOWING = 10
@@ -38,13 +49,14 @@ _LONGEST_CHARACTER_BYTES = 4  # In UTF-8.
 
 _EPILOG = """\
 Log files exist if the run was started with --tee or --redirects and a --log-dir. Without --rank the logs of all ranks
-of this host are shown, each line with its rank. Those of other hosts come through the coordinator. A line is shown
-whole, with control characters made visible. With --json each line is an object with the fields rank, stream, attempt
-(null if the path of the log names none) and line. Remarks of this command are on stderr.
+of this host are shown, each line with its rank; a remark names the nodes that are not. Those of other hosts come
+through the coordinator. A line is shown whole, with control characters made visible. With --json each line is an object
+with the fields rank, stream, attempt (null if the path of the log names none) and line. Remarks of this command are on
+stderr.
 
 exit status:
   0  the logs were shown; with -f, the run has ended
-  1  there is no such run or log, or it cannot be read
+  1  there is no such run or log, it cannot be read, or with -f the end of a log or of the run was not seen
   2  wrong usage, no such rank, or several runs fit
 
 examples:
@@ -60,6 +72,8 @@ def get_parser() -> PlainParser:
     parser.add_argument("--rank", type=int, metavar="RANK", help="only this global rank, on any host")
     parser.add_argument("--attempt", type=int, metavar="NUMBER", help="only this start of the workers, counted from "
                         "0 (default: the present one); ranks are those of the present one")  # fmt: skip
+    parser.add_argument("--round", type=int, metavar="NUMBER", help="only the start of the workers in this round, as "
+                        "far as the agent remembers it")  # fmt: skip
     parser.add_argument("--stream", choices=_STREAMS, help="only this stream")
     parser.add_argument("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
     parser.add_argument("--tail", type=int, metavar="LINES", help="only the last lines of each log, out of its last "
@@ -107,130 +121,109 @@ class Printer:
 
 
 class Source:
-    """One stream of one rank. `node_id` is empty if the file is on this host, at `path`. It must belong to the `owner`,
-    if that is given: root must not read whatever another user's agent names. One whose attempt is fixed does not go on
-    to the next."""
+    """One stream of one rank, at `path`. `node` is the name of its node, or empty if the file is on this host. It must
+    belong to the `owner`, if that is given: root must not read whatever another user's agent names."""
 
     def __init__(
-        self,
-        run: RunView,
-        rank: int,
-        stream: str,
-        node_id: str,
-        path: str,
-        attempt: int | None,
-        owner: int | None = None,
+        self, run: AskedRun, rank: int, stream: str, node: str, path: str, attempt: int | None, owner: int | None = None
     ) -> None:
-        self.rank, self.stream, self.node_id, self.path = rank, stream, node_id, path
-        self._run, self._attempt, self._owner = run, attempt, owner
-        self._offset, self._file, self._rest = 0, "", ""
-        self._is_missing = self._begins_within_line = False
-        self.is_fixed = attempt is not None
+        self.rank, self.stream, self.node, self.path = rank, stream, node, path
+        self._run, self._owner = run, owner
+        self.tail = LogTail(attempt, from_end=False)
+        self._rest = ""
+        self._is_missing = False
+        self._follower, self._last_path = os.urandom(8).hex(), ""
 
     @property
     def attempt(self) -> int | None:
-        return self._attempt if self._attempt is not None else log_files.attempt_of(self.path)
+        if self.tail.shown is not None:
+            return self.tail.shown.attempt
+        return self.tail.attempt if self.tail.attempt is not None else log_files.attempt_of(self.path)
 
     def read(self, printer: Printer, tail: int | None = None) -> None:
         """All that is there now. With `tail`, only the last lines of it."""
         if tail is not None:
-            self._offset = -log_files.CHUNK_BYTES
-        while True:
-            piece = self._piece()
-            path = text_of(piece, "path") or self.path
-            if path != self.path and self._attempt is None:
-                self.turn_to(path, printer)
-                continue
-            if self._has_changed(piece, printer):
-                continue
-            end, size = number_of(piece, "offset") or 0, number_of(piece, "size") or 0
-            if self._offset < 0:
-                self._begins_within_line = size > -self._offset
-            lines = self._whole_lines(text_of_log(piece))
-            printer.lines(self, lines if tail is None else lines[max(0, len(lines) - tail) :])
-            is_done = end >= size or end == self._offset
-            self._offset, tail = int(end), None
-            if is_done:
-                return
+            self.tail = LogTail(self.tail.attempt)
+        self._take(self.tail.take(self._piece()), printer, tail)
+        while not self.tail.is_at_end:
+            self._take(self.tail.take(self._piece()), printer)
 
-    def _whole_lines(self, text: str) -> list[str]:
-        """Without the end of a line that began before the first piece."""
-        lines = (self._rest + text).split("\n")
+    def _take(self, part: Part, printer: Printer, tail: int | None = None) -> None:
+        """Print whole lines."""
+        if part.begins_anew:
+            self._finish_line(printer)
+            printer.note(f"rank {self.rank}: {part.note}")
+        lines = (self._rest + part.text).split("\n")
         self._rest = lines.pop()
-        if self._begins_within_line and lines:
-            self._begins_within_line = False
-            return lines[1:]
-        self._rest = "" if self._begins_within_line else self._rest
-        return lines
+        printer.lines(self, lines if tail is None else lines[max(0, len(lines) - tail) :])
 
-    def finish(self, printer: Printer) -> None:
-        """What was written without a line's end."""
-        with suppress(HostError):
-            if not self.node_id and not self._begins_within_line:  # Other hosts are out of reach when the run is over.
-                piece = self._piece(is_last=True)
-                is_part_of_character = (number_of(piece, "size") or 0) - self._offset < _LONGEST_CHARACTER_BYTES
-                if text_of(piece, "file") == self._file and is_part_of_character:
-                    self._rest += text_of_log(piece)
+    def _finish_line(self, printer: Printer) -> None:
+        """A line without an end is shown when no more of it will come."""
         if self._rest:
             printer.lines(self, [self._rest])
             self._rest = ""
 
+    def finish(self, printer: Printer) -> None:
+        with suppress(HostError):
+            if not self.node and self.tail.offset >= 0:
+                piece = self._piece(is_last=True)
+                is_part_of_character = piece.size - self.tail.offset < _LONGEST_CHARACTER_BYTES
+                if self.tail.shown is not None and piece.file == self.tail.shown.file and is_part_of_character:
+                    self._rest += piece.text
+        self._finish_line(printer)
+
     def follow(self, printer: Printer) -> None:
-        """Like `read`, but a file that is gone is a line and not the end."""
+        """Like `read`, but a log that cannot be read is a remark and not the end."""
         try:
             self.read(printer)
             self._is_missing = False
         except HostError as error:
+            self.tail.go_on()
             if not self._is_missing:
                 self._is_missing = True
                 printer.note(f"rank {self.rank}: {error}; waiting for it or for the run to end")
 
-    def turn_to(self, path: str, printer: Printer) -> None:
-        """The worker was started again, with another log. The rest of this one is shown first: it may say why."""
-        self._attempt = log_files.attempt_of(self.path)
-        if self._attempt is not None or not self.node_id:
-            with suppress(HostError):
-                self.read(printer)
-        self._attempt = None
-        self.finish(printer)
-        printer.note(f"rank {self.rank}: attempt {log_files.attempt_of(path)} begins, in {path}")
-        self.path, self._offset, self._file = path, 0, ""
+    def last_words(self) -> LogPiece:
+        """What the worker had written when it ended. Waits for that, once for each attempt."""
+        piece = self._asked({"command": "last_words", "after": self._last_path}, _LAST_WORDS_S)
+        self._last_path = piece.path
+        return piece
 
-    def next_path(self) -> str:
-        """The log of the next attempt, if there is one."""
+    def take_last(self, piece: LogPiece, printer: Printer) -> None:
+        self._take(self.tail.take_last(piece), printer)
+
+    def _piece(self, *, is_last: bool = False) -> LogPiece:
+        if self.node:
+            return self._asked({"command": "logs", "attempt": self.tail.attempt, "offset": self.tail.offset})
+        path = log_files.log_path(self.path, self.tail.attempt)
+        found = log_files.read_piece(path, self.tail.offset, owner=self._owner, is_last=is_last)
+        return LogPiece(**found, path=path, attempt=log_files.attempt_of(path))
+
+    def _asked(self, request: dict[str, Any], timeout_s: float = _NODE_LIMIT_S) -> LogPiece:
+        whole = {**request, "rank": self.rank, "stream": self.stream, "follower": self._follower}
+        return decoded(self._run.ask_node(self.node, whole, timeout_s), LogPiece, f"node {self.node}")
+
+    def turn_to_newest(self, workers: Mapping[int, WorkerStatus]) -> None:
+        """The log of the present attempt, as the agents of this host say; if they have ended, as the directories do."""
+        if worker := workers.get(self.rank):
+            self.path = path_in(worker, self.stream) or self.path
+            return
         attempt = log_files.attempt_of(self.path)
-        path = log_files.log_path(self.path, attempt + 1) if attempt is not None else ""
-        return path if os.path.exists(path) else ""
-
-    def _piece(self, *, is_last: bool = False) -> Mapping[str, Any]:
-        if not self.node_id:
-            path = log_files.log_path(self.path, self._attempt)
-            return log_files.read_piece(path, self._offset, owner=self._owner, is_last=is_last)
-        request = {"command": "logs", "rank": self.rank, "stream": self.stream, "offset": self._offset}
-        return self._run.ask_node(self.node_id, {**request, "attempt": self._attempt})
-
-    def _has_changed(self, piece: Mapping[str, Any], printer: Printer) -> bool:
-        """Whether to begin again: the name belongs to another file now, or the file was cut."""
-        file, size = text_of(piece, "file"), number_of(piece, "size") or 0
-        before, self._file = self._file, file
-        is_other, is_cut = before not in ("", file), self._offset > size
-        if is_other or is_cut:
-            what = "is another file now" if is_other else "was cut"
-            printer.note(f"rank {self.rank}: {self.path} {what}; shown from its beginning")
-            self._offset, self._rest = 0, ""
-        return is_other or is_cut
+        while attempt is not None and os.path.exists(path := log_files.log_path(self.path, attempt + 1)):
+            self.path, attempt = path, attempt + 1
 
 
-def text_of_log(piece: Mapping[str, Any]) -> str:
-    text = piece.get("text")
-    return text if isinstance(text, str) else ""
+def path_in(worker: WorkerStatus, stream: str) -> str:
+    return worker.stdout if stream == "stdout" else worker.stderr
 
 
 # Which logs.
 
 
-def _show(run: RunView, args: argparse.Namespace, printer: Printer) -> None:
-    sources = list(_sources(run, args))
+def _show(run: AskedRun, args: argparse.Namespace, printer: Printer) -> None:
+    if args.attempt is not None and args.round is not None:
+        raise UserError("give --attempt or --round")
+    sources = list(_sources(run, args, printer))
     if not sources:
         whom = "the workers of this run here" if args.rank is None else f"rank {args.rank}"
         raise HostError(f"there are no log files of {whom}: {log_files.NO_LOG}")
@@ -243,8 +236,10 @@ def _show(run: RunView, args: argparse.Namespace, printer: Printer) -> None:
         raise UserError(f"--tail {tail} is not a number of lines")
     for each in sources:
         each.read(printer, tail)
-    if args.follow:
-        _follow(run, sources, printer)
+    if args.follow and isinstance(run, LocalRun) and not any(each.node for each in sources):
+        _follow_here(run, sources, printer)
+    elif args.follow:
+        _follow_elsewhere(run, sources, printer)
     for each in sources:
         each.finish(printer)
 
@@ -258,56 +253,79 @@ def _prefix(source: Source, sources: Sequence[Source]) -> str:
     return f"[{name}] " if name else ""
 
 
-def _sources(run: RunView, args: argparse.Namespace) -> Iterator[Source]:
+def _sources(run: AskedRun, args: argparse.Namespace, printer: Printer) -> Iterator[Source]:
     streams = [args.stream] if args.stream else _STREAMS
     agents = run.local_agents()
-    here = _workers_of(agents)
-    for rank in sorted(here) if args.rank is None else [args.rank]:
+    here = {rank: (worker, agent) for agent in agents for rank, worker in _workers_of([agent]).items()}
+    for rank in sorted(here) if args.rank is None else [args.rank] if args.rank in here else []:
+        worker, agent = here[rank]
+        owner = agent.uid if agent.uid != os.geteuid() else None
         for stream in streams:
-            if rank in here and text_of(here[rank], stream):
-                uid = here[rank]["uid"]
-                owner = uid if uid != os.geteuid() else None
-                yield Source(run, rank, stream, "", text_of(here[rank], stream), args.attempt, owner)
-    if args.rank in here or (here and args.rank is None):
+            if path := path_in(worker, stream):
+                yield Source(run, rank, stream, "", path, _attempt(args, agent.status, path), owner)
+    if here and all(agent.status.nodes == 1 for agent in agents):
+        if args.rank is not None and args.rank not in here:
+            raise _no_such_rank(args.rank, f"run {run.name}", here)
         return
-    if here and all(number_of(agent, "nodes") == 1 for agent in agents):
-        raise _no_such_rank(args.rank, f"run {run.name}", here)
-    for node, rank in _ranks_elsewhere(run, args.rank, here):
-        answer = run.ask_node(node, {"command": "status"})
-        workers = {number_of(each, "global_rank"): each for each in dicts_of(answer, "workers")}
-        for stream in streams:
-            if path := text_of(workers.get(rank, {}), stream):
-                yield Source(run, rank, stream, node, log_files.log_path(path, args.attempt), args.attempt)
+    if args.rank in here:
+        return
+    nodes = _nodes_elsewhere(run, args.rank, here)
+    if here and args.rank is None:
+        if nodes:
+            printer.note(f"not shown: {', '.join(nodes)}; --rank shows a rank of any host")
+        return
+    for name, ranks in nodes.items():
+        agent_there = decoded(run.ask_node(name, {"command": "status"}, _NODE_LIMIT_S), AgentStatus, f"node {name}")
+        for worker in agent_there.workers:
+            for stream in streams if worker.global_rank in ranks else ():
+                if path := path_in(worker, stream):
+                    attempt = _attempt(args, agent_there, path)
+                    path = log_files.log_path(path, attempt)
+                    yield Source(run, worker.global_rank, stream, name, path, attempt)
 
 
-def _workers_of(agents: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The workers on this host, by rank, with the `uid` of their run. Before the first round they have no rank."""
-    workers = [{**worker, "uid": agent.get("uid")} for agent in agents for worker in dicts_of(agent, "workers")]
-    ranked = [(number_of(worker, "global_rank"), worker) for worker in workers]
-    return {int(rank): worker for rank, worker in ranked if rank is not None and rank >= 0}
+def _attempt(args: argparse.Namespace, agent: AgentStatus, path: str) -> int | None:
+    """Each round of a node is one start of its workers; the last one is the present."""
+    if args.round is None:
+        attempt: int | None = args.attempt
+        return attempt
+    rounds, present = [each.round for each in agent.history.rounds], log_files.attempt_of(path)
+    if args.round not in rounds or present is None:
+        raise UserError(f"--round {args.round}: this node has {', '.join(map(str, rounds)) or 'no rounds'}")
+    return present - (len(rounds) - 1 - rounds.index(args.round))
 
 
-def _ranks_elsewhere(run: RunView, wanted: int | None, here: Mapping[int, object]) -> list[tuple[str, int]]:
-    """Node id and rank, of the wanted one or of all."""
+def _workers_of(agents: Iterable[FoundAgent]) -> dict[int, WorkerStatus]:
+    """The workers on this host, by rank. Before the first round they have no rank."""
+    workers = [worker for agent in agents for worker in agent.status.workers]
+    return {worker.global_rank: worker for worker in workers if worker.global_rank >= 0}
+
+
+def _nodes_elsewhere(run: AskedRun, wanted: int | None, here: Mapping[int, object]) -> dict[str, Sequence[int]]:
+    """The ranks of each node that has the wanted one, or of all that have ranks which are not here."""
     try:
-        nodes = dicts_of(run.run_status(), "nodes")
+        nodes = run.run_status().nodes
     except HostError as error:
+        if wanted is None and here:
+            return {}
         if wanted is None or not here:
             raise
         raise _no_such_rank(wanted, "this host", here, f"; other hosts cannot be asked: {error}") from None
-    spans = [(text_of(node, "node_id"), _span_of(node)) for node in nodes]
-    if wanted is None:
-        return [*islice(((node_id, rank) for node_id, span in spans for rank in span), _MOST_SOURCES)]
-    found = [(node_id, wanted) for node_id, span in spans if wanted in span]
-    if not found:
-        raise _no_such_rank(wanted, f"run {run.name}", [rank for _, span in spans for rank in span])
-    return found
+    spans = {node.node_id: _span_of(node) for node in nodes}
+    ranks = [*islice((rank for span in spans.values() for rank in span), _MOST_RANKS)]
+    if wanted is not None and wanted not in ranks:
+        raise _no_such_rank(wanted, f"run {run.name}", ranks)
+    found = {
+        name: [rank for rank in span if rank == wanted or (wanted is None and rank not in here)]
+        for name, span in spans.items()
+    }
+    return {name: chosen for name, chosen in found.items() if chosen}
 
 
-def _span_of(node: Mapping[str, Any]) -> range:
+def _span_of(node: NodeStatus) -> range:
     """The global ranks of a node, as the coordinator says."""
-    first, size = number_of(node, "first_rank"), number_of(node, "local_world_size")
-    return range(0) if first is None or size is None else range(int(first), int(first + min(size, _MOST_RANKS)))
+    first = node.first_rank
+    return range(0) if first is None else range(first, first + min(node.local_world_size, _MOST_RANKS))
 
 
 def _no_such_rank(rank: int, whose: str, there_are: Iterable[int], note: str = "") -> UserError:
@@ -318,49 +336,63 @@ def _no_such_rank(rank: int, whose: str, there_are: Iterable[int], note: str = "
 # Following.
 
 
-def _follow(run: RunView, sources: list[Source], printer: Printer) -> None:
-    """Until the run has ended. On this host its agents are waited for; elsewhere the coordinator says so."""
-    is_here = not any(each.node_id for each in sources)
-    for _ in _looks_here(run) if is_here else _looks_elsewhere(run):
-        if console.is_unread():
-            return
-        if is_here:
-            _turn_to_new_attempts(run, sources, printer)
+def _follow_here(run: LocalRun, sources: Sequence[Source], printer: Printer) -> None:
+    """Until all agents of this host have ended, and a last time after that."""
+    is_over = False
+    while not is_over and not console.is_unread():
+        is_over = not run.await_exits(_LOOK_AGAIN_S)
+        workers = _workers_of(run.local_agents())
         for each in sources:
+            each.turn_to_newest(workers)
             each.follow(printer)
 
 
-def _looks_here(run: RunView) -> Iterator[None]:
-    """When to look: every moment, and a last time when all agents have ended."""
-    with run.pidfds() as agents:
-        left = set(agents)
-        while left:
-            left = runs.await_ends(left, _LOOK_AGAIN_S)
-            yield
+def _follow_elsewhere(run: AskedRun, sources: Sequence[Source], printer: Printer) -> None:
+    """Until the run has ended. The coordinator may be restarted meanwhile. HostError if the end is not seen."""
+    words = _LastWords(sources[: _MOST_LAST_WORDS_HERE if isinstance(run, LocalRun) else _MOST_LAST_WORDS])
+    heard_at = time.monotonic()
+    while not console.is_unread():
+        try:
+            is_over = run.await_end(_LOOK_AGAIN_ELSEWHERE_S) is not None
+            heard_at = time.monotonic()
+        except HostError as error:
+            is_over = False
+            loop.wait_readable([], _LOOK_AGAIN_ELSEWHERE_S)
+            if time.monotonic() > heard_at + _UNREACHABLE_S:
+                raise HostError(f"the run cannot be asked any more, and may go on: {error}") from None
+        words.show(printer, _LAST_WORDS_PATIENCE_S if is_over else 0.0)
+        if is_over:
+            break
+        for each in sources:
+            each.follow(printer)
+    late = [each for each in sources if not each.tail.is_whole]
+    if late and not console.is_unread():
+        for each in late:
+            each.finish(printer)
+        names = ranks_text(sorted({each.rank for each in late}))
+        raise HostError(f"the run has ended, and the last lines of {names} may be missing: its node is gone")
 
 
-def _looks_elsewhere(run: RunView) -> Iterator[None]:
-    """When to look: every second, and a last time when the run has ended, or its coordinator is gone, and with it the
-    way to the logs. One that was restarted is back before it is asked again."""
-    failures, is_over = 0, False
-    for look in count(1):
-        loop.wait_readable([], _LOOK_AGAIN_ELSEWHERE_S)
-        if look % _ASK_AGAIN_EVERY == 0:
+class _LastWords:
+    """Threads that wait for what workers of other hosts have written when they end."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._told: queue.SimpleQueue[tuple[Source, LogPiece]] = queue.SimpleQueue()
+        self._waiting = {*sources}
+        for each in sources:
+            threading.Thread(target=self._wait, args=(each,), name="holdfast-last-words", daemon=True).start()
+
+    def _wait(self, source: Source) -> None:
+        while True:
             try:
-                failures, is_over = 0, bool(text_of(run.run_page(0), "end"))
-            except HostError:
-                failures += 1
-        yield
-        if is_over or failures > 1:
-            return
+                self._told.put((source, source.last_words()))
+            except HoldfastError:  # The worker goes on, or the coordinator is restarted.
+                time.sleep(_LOOK_AGAIN_ELSEWHERE_S)
 
-
-def _turn_to_new_attempts(run: RunView, sources: list[Source], printer: Printer) -> None:
-    """As the agents say, or, if they have ended meanwhile, as the directories do."""
-    workers = _workers_of(run.local_agents())
-    for each in sources:
-        path = text_of(workers.get(each.rank, {}), each.stream) if workers else each.next_path()
-        path = "" if each.is_fixed else path
-        while path and path != each.path:
-            each.turn_to(path, printer)
-            path = "" if workers else each.next_path()
+    def show(self, printer: Printer, patience_s: float) -> None:
+        """Those that have come, or come within that time."""
+        ends = time.monotonic() + patience_s
+        with suppress(queue.Empty):
+            while any(not each.tail.is_whole for each in self._waiting) or patience_s == 0.0:
+                source, piece = self._told.get(timeout=max(0.001, ends - time.monotonic()))
+                source.take_last(piece, printer)

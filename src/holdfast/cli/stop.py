@@ -17,8 +17,11 @@ from holdfast.cli import console, runs
 from holdfast.cli.arguments.options import duration_s
 from holdfast.cli.arguments.parser import PlainParser, argument
 from holdfast.errors import HostError, UserError
+from holdfast.observe.ask import AskedRun, LocalRun
 
 PROGRAM = "holdfast stop"
+
+_COORDINATOR_PATIENCE_S = 2.0  # A coordinator tells its nodes at once that the run is closed.
 
 _EPILOG = """\
 The workers get SIGTERM and their grace period (--shutdown-timeout of `holdfast run`). On this host the command waits
@@ -27,7 +30,8 @@ Without RUN the command asks, on a terminal, whether the only run of this host i
 
 exit status:
   0  the run was closed, and its agents on this host have ended
-  1  there is no such run, it may not be closed from here, or an agent has not ended in time
+  1  there is no such run, it may not be closed from here, its coordinator does not answer, or an agent has not ended
+     in time
   2  wrong usage, RUN is missing, or several runs fit
 
 examples:
@@ -50,41 +54,44 @@ def main(argv: Sequence[str]) -> int:
     def stop() -> str:
         reason = args.reason or f"holdfast stop, by {user_name()} on {os.uname().nodename}"
         run = runs.open_run(args)
-        if args.run is None:
+        if runs.name_in(args) is None:
             _confirm(run)
-        told = _stop_here(run, reason, args.timeout) if isinstance(run, runs.LocalRun) else _stop_there(run, reason)
+        told = _stop_here(run, reason, args.timeout) if isinstance(run, LocalRun) else _stop_there(run, reason)
         return json.dumps(told) + "\n" if args.json else f"{told['text']}\n"
 
     return console.show(PROGRAM, stop)
 
 
-def _confirm(run: runs.RunView) -> None:
+def _confirm(run: AskedRun) -> None:
     """The only run of this host was not named: is it the one that is meant?"""
     name = escape.one_line(run.name)
     agents = run.local_agents()
-    workers = sum(len(runs.dicts_of(agent, "workers")) for agent in agents)
+    workers = sum(len(agent.status.workers) for agent in agents)
     if not sys.stdin or not sys.stdin.isatty():
         raise UserError(f"name the run that is to end; the only one on this host is {name}")
-    pids = ", ".join(str(agent["pid"]) for agent in agents)
+    pids = ", ".join(str(agent.pid) for agent in agents)
     console.write(f"run {name}, with {_count(workers, 'worker')} on this host (agent {pids}). End it? [y/N] ")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise HostError(f"run {name} goes on")
 
 
-def _stop_there(run: runs.RemoteRun, reason: str) -> dict[str, Any]:
+def _stop_there(run: AskedRun, reason: str) -> dict[str, Any]:
     _, nodes = run.stop(reason)
     text = f"run {run.name} is closed; its {_count(nodes, 'node')} stop{'s' if nodes == 1 else ''} now"
     return {"run_id": run.name, "scope": "run", "nodes": nodes, "text": text}
 
 
-def _stop_here(run: runs.LocalRun, reason: str, timeout_s: float) -> dict[str, Any]:
-    with run.pidfds() as pids:
-        scope, _ = run.stop(reason)
-        left = runs.await_ends(set(pids), timeout_s)
-        if left:
-            names = ", ".join(str(pids[fd]) for fd in sorted(left))
-            raise HostError(f"after {timeout_s:g} s these agents still run: {names}; they are stopping their workers, "
-                            "or they hang; `kill -9 PID` ends an agent and its workers at once")  # fmt: skip
+def _stop_here(run: LocalRun, reason: str, timeout_s: float) -> dict[str, Any]:
+    pids = run.pids
+    scope, _ = run.stop(reason)
+    left = run.await_exits(min(timeout_s, _COORDINATOR_PATIENCE_S))
+    if left and scope == "run":
+        _check_coordinator(run, left)
+    left = run.await_exits(timeout_s - _COORDINATOR_PATIENCE_S) if left else left
+    if left:
+        names = ", ".join(map(str, left))
+        raise HostError(f"after {timeout_s:g} s these agents still run: {names}; they are stopping their workers, or "
+                        "they hang; `kill -9 PID` ends an agent and its workers at once")  # fmt: skip
     ended = f"{_count(len(pids), 'agent')} of this host {'has' if len(pids) == 1 else 'have'} ended"
     if run.is_of_one_node:
         text = f"run {run.name} has ended"
@@ -92,7 +99,21 @@ def _stop_here(run: runs.LocalRun, reason: str, timeout_s: float) -> dict[str, A
         text = f"run {run.name} is closed on all nodes; {ended}"
     else:
         text = f"{ended}; run {run.name} has no coordinator within reach, so nodes on other hosts were not told"
-    return {"run_id": run.name, "scope": scope, "pids": [*pids.values()], "text": text}
+    return {"run_id": run.name, "scope": scope, "pids": pids, "text": text}
+
+
+def _check_coordinator(run: LocalRun, pids: Sequence[int]) -> None:
+    """The agents have passed the stop on and wait for the coordinator. HostError if it does not answer, either."""
+    if {agent.status.phase for agent in run.local_agents()} <= {"stopping", "ended"}:
+        return  # They have heard it.
+    try:
+        run.run_page(0)
+    except HostError as error:
+        agents = " ".join(map(str, pids))
+        raise HostError(
+            f"the coordinator of run {run.name} does not answer, and the run ends when it does: {error}; see whether "
+            f"its process is stopped, or end the agents of this host with their workers: kill -9 {agents}"
+        ) from None
 
 
 def _count(number: int, what: str) -> str:

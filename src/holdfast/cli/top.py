@@ -1,16 +1,17 @@
 """`holdfast top`: a live view of a run, its nodes and workers, in the terminal.
 
 One thread asks (`Asking`), because an answer may take its time; the main thread draws and reads keys. What is drawn is
-a list of `Row`s, which a pure function makes from the same picture that `holdfast status` shows. Workers that failed
+a list of `Row`s, which a pure function makes from the same view that `holdfast status` shows. Workers that failed
 stay in the list after their restart. `rich` draws; it is imported here and nowhere else.
 
 The terminal is put back whatever happens: signals end the loop like `q`, and an error is shown after that.
 
-With --json nothing is drawn: each picture is a line, until the run ends.
+With --json nothing is drawn: each view is a line, until the run ends. A coordinator that does not answer is no end.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,20 +20,24 @@ import signal
 import sys
 import termios
 import threading
+import time
 import tty
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from holdfast import escape, loop
 from holdfast.cli import console, runs, status
 from holdfast.cli.arguments.parser import PlainParser
-from holdfast.cli.runs import RunView, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import frozen
+from holdfast.observe import run_view, words
+from holdfast.observe.ask import AskedRun
+from holdfast.observe.run_view import RunView
+from holdfast.telemetry.status import WorkerStatus
 
 PROGRAM = "holdfast top"
 
 _ASK_EVERY_S = 1.0
+_UNREACHABLE_S = 60.0  # A coordinator that is replaced is back by then.
 _DRAW_EVERY_S = 0.5  # So a new size of the terminal is seen soon.
 _STACKS_LINES = 5000
 _HELP = "arrows select  s stacks  q leave"
@@ -49,7 +54,7 @@ _KEYS = {
 
 _EPILOG = """\
 With --json it needs no terminal: once a second it prints what `holdfast status --json` does, on one line, until the run
-ends or cannot be asked any more.
+ends. While the run cannot be asked, a line on stderr says so; after a minute the command gives up.
 
 keys:
   up, down   select a worker
@@ -73,35 +78,49 @@ def get_parser() -> PlainParser:
 
 def main(argv: Sequence[str]) -> int:
     args = get_parser().parse_args(argv)
-
-    def show() -> str:
-        if args.json:
-            return print_pictures(runs.open_run(args))
-        if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise UserError("this needs a terminal; `holdfast status` prints the same once, `holdfast top --json` once "
-                            "a second")  # fmt: skip
-        if os.environ.get("TERM", "") in ("", "dumb"):
-            raise HostError("this terminal (TERM) cannot show a live view; `holdfast status` prints the same once")
-        return watch(runs.open_run(args))
-
-    return console.show(PROGRAM, show)
+    return console.show(PROGRAM, lambda: show(args))
 
 
-def print_pictures(run: RunView) -> str:
-    """Until the run has ended. One that cannot be asked from the first is an error, and no end."""
-    picture = status.picture_of(run)
+def show(args: argparse.Namespace) -> str:
+    """Also of `holdfast status --watch`."""
+    if args.json:
+        print_views(runs.open_run(args))
+        return ""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError("this needs a terminal; `holdfast status` prints the same once, `holdfast top --json` once "
+                        "a second")  # fmt: skip
+    if os.environ.get("TERM", "") in ("", "dumb"):
+        raise HostError("this terminal (TERM) cannot show a live view; `holdfast status` prints the same once")
+    return watch(runs.open_run(args))
+
+
+def print_views(run: AskedRun) -> None:
+    """Until the run has ended. HostError if that is not known: the run cannot be asked at first, or for too long."""
+    view: RunView | None = run_view.look(run)
+    asked_at, problem = time.monotonic(), ""
     while not console.is_unread():
-        console.print_out(json.dumps(picture) + "\n")
-        sys.stdout.flush()
-        if picture["run"] is not None and text_of(picture["run"], "end"):
-            break
-        loop.wait_readable([], _ASK_EVERY_S)
+        if view is not None:
+            console.print_out(json.dumps(view.to_json(words.sentence(view))) + "\n")
+            sys.stdout.flush()
+        if (view is not None and view.status is not None and view.status.end) or _has_ended(run):
+            return
         try:
-            picture = status.picture_of(run)
+            view, asked_at, problem = run_view.look(run), time.monotonic(), ""
         except HostError as error:
-            console.write(f"{PROGRAM}: the run has ended or cannot be asked: {error}\n")
-            break
-    return ""
+            if time.monotonic() > asked_at + _UNREACHABLE_S:
+                raise HostError(f"the run cannot be asked any more, and may go on: {error}") from None
+            if not problem:
+                console.write(f"{PROGRAM}: {error}; asking again\n")
+            view, problem = None, str(error)
+
+
+def _has_ended(run: AskedRun) -> bool:
+    """Waits a second for it."""
+    try:
+        return run.await_end(_ASK_EVERY_S) is not None
+    except HostError:
+        loop.wait_readable([], _ASK_EVERY_S)
+        return False
 
 
 # What is shown. Pure.
@@ -117,59 +136,39 @@ class Row:
     rank: int | None = None
 
 
-def rows_of(picture: Mapping[str, Any]) -> list[Row]:
+def rows_of(view: RunView) -> list[Row]:
     """The tree: each node, below it its workers, then those that failed before."""
-    agents = {name_of(each): each for each in picture["agents"]}
     found: list[Row] = []
     shown = set()
-    nodes = dicts_of(picture["run"], "nodes") if picture["run"] is not None else []
-    for node in nodes or [{"node_id": each, "rank": agent.get("node")} for each, agent in agents.items()]:
-        node_id = text_of(node, "node_id")
-        agent = agents.get(node_id, {})
-        rank = number_of(node, "rank")
-        place = "standby" if rank is None else f"node {rank:.0f}"
-        state = text_of(node, "state") or text_of(agent, "phase")
-        state = "not connected" if node.get("is_connected") is False else state
-        name = text_of(agent, "host") if not text_of(agent, "node_id") and agent else node_id
-        found.append(Row(f"{place} {state}  {name}  {text_of(node, 'address')}".rstrip(), state))
-        for worker in dicts_of(agent, "workers"):
-            found.append(_worker_row(worker, node_id))
-            shown.add(_identity(worker))
-        if not agent and (why := picture["silent"].get(node_id)):
-            found.append(Row(f"  {why}", "not connected"))
+    for node in view.nodes:
+        told = view.agents.get(node.node_id)
+        place = "standby" if node.rank is None else f"node {node.rank}"
+        state = node.state if node.is_connected else "not connected"
+        name = told.status.host if told is not None and not told.status.node_id else node.node_id
+        found.append(Row(f"{place} {state}  {name}  {node.address}".rstrip(), state))
+        for worker in told.workers(view.now) if told is not None else ():
+            rank = worker.global_rank if worker.global_rank >= 0 else None
+            found.append(Row(f"  {_worker_text(worker)}", worker.state, node.node_id, rank))
+            shown.add((worker.global_rank, worker.pid))
+        if told is None and node.node_id in view.silent:
+            found.append(Row(f"  {view.silence_of(node)}", "not connected"))
     earlier = [
-        Row(f"  round {number_of(each, 'round') or 0:.0f}: {_worker_text(each)}", "failed")
-        for agent in picture["agents"]
-        for each in dicts_of(agent, "failed")
-        if _identity(each) not in shown
+        Row(f"  round {each.round}: {_worker_text(each)}", "failed")
+        for told in view.agents.values()
+        for each in told.status.failed
+        if (each.global_rank, each.pid) not in shown
     ]
     return [*found, *([Row("failed before:")] if earlier else []), *earlier]
 
 
-def _identity(worker: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    return number_of(worker, "global_rank"), number_of(worker, "pid")
-
-
-def _worker_row(worker: Mapping[str, Any], node_id: str) -> Row:
-    rank = number_of(worker, "global_rank")
-    is_given = rank is not None and rank >= 0  # Before the first round it is -1.
-    return Row(f"  {_worker_text(worker)}", text_of(worker, "state"), node_id, int(rank or 0) if is_given else None)
-
-
-def _worker_text(worker: Mapping[str, Any]) -> str:
-    pid = number_of(worker, "pid")
-    age, progress = status.age_text(number_of(worker, "age_s")), status.progress_text(worker)
-    text = f"rank {status.rank_text(worker, 'global_rank')} {status.worker_state(worker)} {age}  {progress}".rstrip()
-    return f"{text}  pid {pid:.0f}" if pid else text
+def _worker_text(worker: WorkerStatus) -> str:
+    age, progress = words.age_text(worker.age_s), words.progress_text(worker)
+    text = f"rank {words.rank_text(worker.global_rank)} {words.worker_state(worker)} {age}  {progress}".rstrip()
+    return f"{text}  pid {worker.pid}" if worker.pid else text
 
 
 def clipped(text: str, width: int) -> str:
     return escape.cut(escape.one_line(text), width)
-
-
-def heading_of(picture: Mapping[str, Any]) -> list[str]:
-    lines = list(status.lines_of(picture))
-    return lines[: lines.index("")]
 
 
 def window(count: int, selected: int, height: int) -> range:
@@ -182,7 +181,7 @@ class View:
     """What is selected, and what lies over the list: stacks, with how far they are scrolled."""
 
     def __init__(self) -> None:
-        self.picture: Mapping[str, Any] | None = None
+        self.of_run: RunView | None = None
         self.rows: list[Row] = []
         self.selected: tuple[str, int] | None = None  # Node id and rank: rows come and go.
         self.stacks: list[str] | None = None
@@ -190,9 +189,9 @@ class View:
         self.note = "asking ..."  # About the run.
         self.word = ""  # About the last key; it stays until the next one.
 
-    def take(self, picture: Mapping[str, Any]) -> None:
-        self.picture, self.note = picture, ""
-        self.rows = rows_of(picture)
+    def take(self, of_run: RunView) -> None:
+        self.of_run, self.note = of_run, ""
+        self.rows = rows_of(of_run)
         choices = self._choices()
         if choices and self.selected not in choices:
             self.selected = choices[0]
@@ -224,7 +223,7 @@ class View:
         if self.stacks is not None:
             body = [(clipped(line, width), "") for line in self.stacks[self.scrolled : self.scrolled + height - 1]]
             return [*body, (clipped(_HELP_STACKS, width), "dim")]
-        head = [*map(str, heading_of(self.picture))] if self.picture is not None else []
+        head = [*status.summary_of(self.of_run)] if self.of_run is not None else []
         top = [(clipped(line, width), "bold" if number == 0 else "") for number, line in enumerate(head)]
         foot = [(clipped(self.word or self.note or _HELP, width), "dim")]
         room = max(1, height - len(top) - len(foot))
@@ -249,12 +248,12 @@ class Trouble:
 
 
 class Asking:
-    """Puts pictures, stacks and trouble into `answers`, and wakes the one that draws."""
+    """Puts views, stacks and trouble into `answers`, and wakes the one that draws."""
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: AskedRun) -> None:
         self._run = run
         self._wanted: queue.Queue[tuple[str, int] | None] = queue.Queue(4)
-        self.answers: queue.SimpleQueue[Mapping[str, Any] | list[str] | Trouble] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[RunView | list[str] | Trouble] = queue.SimpleQueue()
         self.wakeup = loop.Wakeup()
         self._is_over = threading.Event()
         threading.Thread(target=self._ask, name="holdfast-top", daemon=True).start()
@@ -271,12 +270,10 @@ class Asking:
         worker: tuple[str, int] | None = None
         while not self._is_over.is_set():
             try:
-                self.answers.put(self._stacks(*worker) if worker is not None else status.picture_of(self._run))
+                self.answers.put(self._stacks(*worker) if worker is not None else run_view.look(self._run))
             except HoldfastError as error:
                 gone = "" if worker is not None else "the run has ended or cannot be asked (q leaves): "
                 self.answers.put(Trouble(f"{gone}{error}", worker is not None))
-            except Exception as error:  # Of an answer that makes no sense. The view stays.
-                self.answers.put(Trouble(f"{type(error).__name__}: {error}", worker is not None))
             self.wakeup.wake()
             try:
                 worker = self._wanted.get(timeout=_ASK_EVERY_S)
@@ -291,8 +288,8 @@ class Asking:
 # The terminal.
 
 
-def watch(run: RunView) -> str:
-    """Until the user leaves; the sentence of the last picture is what stays on the screen."""
+def watch(run: AskedRun) -> str:
+    """Until the user leaves; the sentence of the last view is what stays on the screen."""
     view, asking = View(), Asking(run)
     try:
         with _keys_at_once():
@@ -301,7 +298,7 @@ def watch(run: RunView) -> str:
         raise HostError(f"the terminal is gone: {error}") from None
     finally:
         asking.close()
-    return f"{view.picture['sentence']}\n" if view.picture is not None else ""
+    return f"{words.sentence(view.of_run)}\n" if view.of_run is not None else ""
 
 
 def _draw_until_left(view: View, asking: Asking) -> None:
@@ -341,8 +338,8 @@ def _take_answers(view: View, asking: Asking) -> None:
                     view.note = text
                 case list(lines):
                     view.stacks, view.scrolled, view.word = lines, 0, ""
-                case dict(picture):
-                    view.take(picture)
+                case RunView() as of_run:
+                    view.take(of_run)
 
 
 def _pressed() -> list[str]:

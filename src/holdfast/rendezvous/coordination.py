@@ -21,6 +21,9 @@ from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 
 Item = TypeVar("Item")
 
+# Answers what others ask this node (`protocol.Query`, JSON): calls the second argument with the answer, now or later.
+Answering = Callable[[bytes, Callable[[bytes], None]], None]
+
 
 @frozen
 class JoinFailed:
@@ -152,7 +155,7 @@ class Coordination(abc.ABC):
         """What the coordinator answers, or the agent of that node (`protocol.Query`). Raises HoldfastError."""
         raise HostError("this run has no coordinator that could be asked")
 
-    def answer_with(self, answer: Callable[[bytes], bytes]) -> None:  # noqa: B027
+    def answer_with(self, answer: Answering) -> None:  # noqa: B027
         """From now on others may ask this node: `answer` is called in a thread of its own."""
 
     def fileno(self) -> int:

@@ -25,7 +25,7 @@ from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.client.reachability import Reachability
 from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.client.thread import Client, Locator
-from holdfast.rendezvous.coordination import Coordination, JoinFailed
+from holdfast.rendezvous.coordination import Answering, Coordination, JoinFailed
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.membership import model, node, protocol
 from holdfast.rendezvous.membership.node_lease import NodeLease
@@ -82,7 +82,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
         self._stuck_for_s: Callable[[], float] = lambda: 0.0
-        self._answer: Callable[[bytes], bytes] = lambda request: b'{"error": "this node answers no questions"}'
+        self._answer: Answering = lambda _, reply: reply(b'{"error": "this node answers no questions"}')
 
     # The contract that users know.
 
@@ -253,7 +253,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             raise HostError("this node has not found the coordinator yet")
         return self._client.ask(request, node_id, timeout_s)
 
-    def answer_with(self, answer: Callable[[bytes], bytes]) -> None:
+    def answer_with(self, answer: Answering) -> None:
         self._answer = answer
 
     @property

@@ -1,8 +1,8 @@
 """What has happened to a run so far: its rounds, what ended each, and how much of the time was of use. Pure.
 
 An agent tells the history of its node, a coordinator that of the whole run. Both feed it with what their machines do,
-by their own clocks (`now`); both show the same JSON (`to_dict`). A `History` is a value: each event makes a new one, so
-that a reader in another thread takes it as a whole. It is bounded: the last rounds, and sums for those before them.
+by their own clocks (`now`); both tell it as a `HistoryStatus` (`told`). A `History` is a value: each event makes a new
+one, so that a reader in another thread takes it as a whole. It is bounded: the last rounds, and sums for those before.
 
 Four moments of a round count:
 
@@ -28,9 +28,13 @@ another one, does not know the rounds before (`is_whole` is false), and counts t
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from holdfast.frozen import changed, frozen
+from holdfast.frozen import changed, field, frozen
+
+if TYPE_CHECKING:
+    from holdfast import wire_types as wire
 
 FAILED = "failed"
 HUNG = "hung"
@@ -50,6 +54,36 @@ RESTART_CAUSES = {
 ROUNDS_KEPT = 64
 _UNPLANNED = (FAILED, HUNG, NODE_LOST)
 _CAUSE_LIMIT = 200
+
+
+@frozen
+class RoundStatus:
+    """One round, as it is told. `end` is None while it runs."""
+
+    round: wire.Count = 0
+    nodes: wire.Count = 0
+    workers: wire.Count = 0
+    began_ago_s: wire.Seconds = 0.0
+    ran_s: wire.Seconds = 0.0
+    lost_s: wire.Seconds = 0.0
+    end: str | None = None
+    cause: str = ""
+
+
+@frozen
+class HistoryStatus:
+    """All rounds, as they are told. `restarts` are by cause, `phase_s` by phase."""
+
+    rounds: tuple[RoundStatus, ...] = ()
+    round_count: wire.Count = 0
+    phase_s: Mapping[str, wire.Seconds] = field(default_factory=dict)
+    restarts: Mapping[str, wire.Count] = field(default_factory=dict)
+    lost_s: wire.Seconds = 0.0
+    productive_s: wire.Seconds = 0.0
+    wall_s: wire.Seconds = 0.0
+    goodput: wire.Seconds = 0.0
+    detection_s: wire.Seconds | None = None
+    is_whole: bool = True
 
 
 @frozen
@@ -86,17 +120,9 @@ class RoundHistory:
             return 0.0
         return min(self.idle_s, self.ran_s(self.stopped))
 
-    def to_dict(self, now: float) -> dict[str, Any]:
-        return {
-            "round": self.round,
-            "nodes": self.nodes,
-            "workers": self.workers,
-            "began_ago_s": _rounded(now - self.began),
-            "ran_s": _rounded(self.ran_s(now)),
-            "lost_s": _rounded(self.lost_s(now)),
-            "end": self.end,
-            "cause": self.cause,
-        }
+    def told(self, now: float) -> RoundStatus:
+        began_ago_s, ran_s, lost_s = map(_rounded, (now - self.began, self.ran_s(now), self.lost_s(now)))
+        return RoundStatus(self.round, self.nodes, self.workers, began_ago_s, ran_s, lost_s, self.end, self.cause)
 
 
 @frozen
@@ -195,21 +221,20 @@ class History:
     def wall_s(self, now: float) -> float:
         return (now if self.ended is None else self.ended) - self.began
 
-    def to_dict(self, now: float) -> dict[str, Any]:
-        """For JSON."""
+    def told(self, now: float) -> HistoryStatus:
         productive_s, wall_s = self.productive_s(now), self.wall_s(now)
-        return {
-            "rounds": [each.to_dict(now) for each in self.rounds],
-            "round_count": self.round_count,
-            "phase_s": {phase: _rounded(seconds) for phase, seconds in self._phase_seconds(now).items()},
-            "restarts": dict(zip(RESTART_CAUSES.values(), self.restarts, strict=True)),
-            "lost_s": _rounded(self.lost_s(now)),
-            "productive_s": _rounded(productive_s),
-            "wall_s": _rounded(wall_s),
-            "goodput": round(productive_s / wall_s, 4) if wall_s > 0 else 0.0,
-            "detection_s": None if self.detection_s is None else round(self.detection_s, 6),
-            "is_whole": self.is_whole,
-        }
+        return HistoryStatus(
+            rounds=tuple(each.told(now) for each in self.rounds),
+            round_count=self.round_count,
+            phase_s={phase: _rounded(seconds) for phase, seconds in self._phase_seconds(now).items()},
+            restarts=dict(zip(RESTART_CAUSES.values(), self.restarts, strict=True)),
+            lost_s=_rounded(self.lost_s(now)),
+            productive_s=_rounded(productive_s),
+            wall_s=_rounded(wall_s),
+            goodput=round(max(0.0, productive_s) / wall_s, 4) if wall_s > 0 else 0.0,
+            detection_s=None if self.detection_s is None else round(self.detection_s, 6),
+            is_whole=self.is_whole,
+        )
 
     def check(self, now: float) -> None:
         """The invariants; tests and the simulator call this after every step."""

@@ -93,7 +93,7 @@ def report(status: AgentStatus, step: int, total: int | None) -> Report | None:
         return None
     numbers = {"step": step, "total_steps": total, "nodes": status.nodes, "restarts": status.restarts_used}
     metrics = [{"name": name, "value": str(value)} for name, value in numbers.items() if value is not None]
-    rounds = status.history.rounds
+    rounds = status.past.rounds
     if rounds and rounds[-1].end == SUCCEEDED:
         return {"progressPercentage": 100, "metrics": metrics}
     if not total or total < 0:

@@ -1,6 +1,6 @@
 """The metrics that Prometheus reads: which there are, and their text, made from the statuses alone.
 
-`AGENT` are those of one agent, from `AgentStatus.to_dict`; `RUN` those of a whole run, from `RunStatus.to_dict`. Their
+`AGENT` are those of one agent, from `AgentStatus`; `RUN` those of a whole run, from `RunStatus`. Their
 names differ (`holdfast_agent_`, `holdfast_run_`), so that a sum over all targets counts nothing twice. A test compares
 the table in docs/observability.md with these rows.
 

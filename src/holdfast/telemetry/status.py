@@ -2,24 +2,31 @@
 
 The agent publishes a new record after each step of its machine by assigning one attribute. A reader in another thread
 takes the record as a whole: neither side waits for the other. Health check, control socket and commands show parts of
-it; nothing else describes the agent. `to_dict` adds what changes between two steps: ages and the workers' progress.
+it; nothing else describes the agent. `told` adds what changes between two steps: ages and the workers' progress.
 
 The coordinator makes a `RunStatus` from its machine when a reader asks, and keeps it until the next step
 (`rendezvous.membership.status`).
+
+Both travel as JSON (`plain`), and `observe` decodes them into the same records. A reader may be of another version than
+the sender: it ignores fields that it does not know, and every field has a default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from holdfast import escape
-from holdfast.frozen import fields_of, frozen
-from holdfast.telemetry.history import History
+from holdfast.frozen import changed, field, frozen
+from holdfast.telemetry.history import History, HistoryStatus
 from holdfast.telemetry.stragglers import Rate
+
+if TYPE_CHECKING:
+    from holdfast import wire_types as wire
 
 _STEPS_SHOWN = 8
 _TEXT_LIMIT = 200
+_OWN = ("started_monotonic", "past")  # Of the clock of the process that has the record, so they are not told.
 _WAITS = {
     "joining": "a place in the run",
     "starting": "the workers to start",
@@ -30,86 +37,96 @@ _WAITS = {
 
 @frozen
 class WorkerStatus:
-    """One worker. Its state is `not started`, `running`, `succeeded`, `failed` or `stopped` (by holdfast)."""
+    """One worker. Its state is `not started`, `running`, `succeeded`, `failed` or `stopped` (by holdfast). Before the
+    first round its global rank is -1. The fields from `age_s` on are filled in when the status is told."""
 
-    local_rank: int
-    global_rank: int
-    pid: int | None = None
+    local_rank: wire.Count = 0
+    global_rank: wire.AnyInt = -1
+    pid: wire.Count | None = None
     state: str = "not started"
     started: float | None = None
     started_monotonic: float | None = None
-    exit_code: int | None = None
+    exit_code: wire.AnyInt | None = None
     stdout: str = ""
     stderr: str = ""
     error_file: str = ""
-    round: int = 0
+    round: wire.Count = 0
+    age_s: wire.Seconds | None = None
+    progress_age_s: wire.Seconds | None = None
+    step: wire.AnyInt | None = None
+    rate: Rate | None = None
 
-    def to_dict(
-        self, now: float, progress: tuple[float | None, int | None], rate: Rate | None = None
-    ) -> dict[str, Any]:
-        progress_at, step = progress
-        shown = fields_of(self)
-        shown["age_s"] = _age_s(shown.pop("started_monotonic"), now)
-        known = {"progress_age_s": _age_s(progress_at, now), "step": step}
-        return {**shown, **known, "rate": fields_of(rate) if rate is not None else None}
+
+@frozen
+class Output:
+    """What was copied of one stream of all workers."""
+
+    lines: wire.Count = 0
+    bytes: wire.Count = 0
 
 
 @frozen
 class AgentStatus:
     """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
     machine (`lifecycle.Step`). `node_id` is its name in the run, if it has one. `failed` are the last workers that
-    failed, of this round and earlier ones. `history` is that of this node."""
+    failed, of this round and earlier ones. `past` is the history of this node. `age_s`, `waiting_for`, `history` and
+    `output` are filled in when the status is told."""
 
     run_id: str = ""
     role: str = ""
     host: str = ""
-    pid: int = 0
+    pid: wire.Count = 0
     started: float = 0.0
     started_monotonic: float = 0.0
     phase: str = "idle"
-    round: int = 0
-    node: int | None = None
-    nodes: int | None = None
-    restarts_used: int = 0
-    restarts_left: int = 0
+    round: wire.Count = 0
+    node: wire.AnyInt | None = None
+    nodes: wire.Count | None = None
+    restarts_used: wire.Count = 0
+    restarts_left: wire.Count = 0
     workers: tuple[WorkerStatus, ...] = ()
     story: tuple[Any, ...] = ()
     node_id: str = ""
     failed: tuple[WorkerStatus, ...] = ()
-    history: History = History()
+    past: History = History()
+    age_s: wire.Seconds | None = None
+    waiting_for: str | None = None
+    history: HistoryStatus = HistoryStatus()
+    output: Mapping[str, Output] = field(default_factory=dict)
 
-    def to_dict(
+    def told(
         self,
         now: float,
         joining: str | None = None,
         progress_of: Callable[[int], tuple[float | None, int | None]] | None = None,
         rate_of: Callable[[int], Rate | None] | None = None,
-    ) -> dict[str, Any]:
-        """For JSON. `joining` says how far the rendezvous is; `progress_of` when (monotonic) a worker called
-        `holdfast.progress` last, and with which step; `rate_of` how fast it is."""
-        shown = fields_of(self)
-        shown["age_s"] = _age_s(shown.pop("started_monotonic"), now)
-        shown["waiting_for"] = (self.phase == "joining" and joining) or _WAITS.get(self.phase)
-        shown["workers"] = [
-            each.to_dict(
-                now,
-                progress_of(each.local_rank) if progress_of else (None, None),
-                rate_of(each.local_rank) if rate_of and each.state == "running" else None,
-            )
-            for each in self.workers
-        ]
-        shown["failed"] = [each.to_dict(now, (None, None)) for each in self.failed]
-        shown["story"] = [
-            {
-                "ago_s": _age_s(step.time, now),
-                "phase": step.before.lower(),
-                "event": _text(step.event),
-                "commands": [*map(_text, step.commands)],
-            }
-            for step in self.story[-_STEPS_SHOWN:]
-        ]
-        shown["history"] = self.history.to_dict(now)
-        return shown
+    ) -> AgentStatus:
+        """`joining` says how far the rendezvous is; `progress_of` when (monotonic) a worker called `holdfast.progress`
+        last, and with which step; `rate_of` how fast it is."""
+
+        def told_worker(worker: WorkerStatus) -> WorkerStatus:
+            progress_at, step = progress_of(worker.local_rank) if progress_of else (None, None)
+            rate = rate_of(worker.local_rank) if rate_of and worker.state == "running" else None
+            age_s = _age_s(worker.started_monotonic, now)
+            return changed(worker, age_s=age_s, progress_age_s=_age_s(progress_at, now), step=step, rate=rate)
+
+        return changed(
+            self,
+            age_s=_age_s(self.started_monotonic, now),
+            waiting_for=(self.phase == "joining" and joining) or _WAITS.get(self.phase),
+            workers=tuple(map(told_worker, self.workers)),
+            failed=tuple(changed(each, age_s=_age_s(each.started_monotonic, now)) for each in self.failed),
+            story=tuple(
+                {
+                    "ago_s": _age_s(step.time, now),
+                    "phase": step.before.lower(),
+                    "event": _text(step.event),
+                    "commands": [*map(_text, step.commands)],
+                }
+                for step in self.story[-_STEPS_SHOWN:]
+            ),
+            history=self.past.told(now),
+        )
 
 
 @frozen
@@ -118,34 +135,40 @@ class NodeStatus:
     its first worker there; None if it has no place. `state` is `waiting`, `running`, `finished` or `leaving`. Its last
     message came `heard_ago_s` ago."""
 
-    node_id: str
-    address: str
-    rank: int | None
-    first_rank: int | None
-    role: str
-    local_world_size: int
-    state: str
-    is_connected: bool
-    heard_ago_s: float
+    node_id: str = ""
+    address: str = ""
+    rank: wire.Count | None = None
+    first_rank: wire.Count | None = None
+    role: str = ""
+    local_world_size: wire.Count = 0
+    state: str = ""
+    is_connected: bool = False
+    heard_ago_s: wire.Seconds = 0.0
 
 
 @frozen
 class Refusal:
     """`who` is a node id, or the address of a peer that did not get as far as to name one."""
 
-    who: str
-    reason: str
-    ago_s: float
+    who: str = ""
+    reason: str = ""
+    ago_s: wire.Seconds = 0.0
 
 
 @frozen
 class HeldNode:
     """A node that has to wait before it gets a place, because its host was lost repeatedly. `text` says so."""
 
-    node_id: str
-    host: str
-    left_s: float
-    text: str
+    node_id: str = ""
+    host: str = ""
+    left_s: wire.Seconds = 0.0
+    text: str = ""
+
+
+@frozen
+class StoryLine:
+    ago_s: wire.Seconds = 0.0
+    event: str = ""
 
 
 @frozen
@@ -153,36 +176,38 @@ class RunStatus:
     """One run. `nodes` are those of one page: members in rank order, then the nodes without a place; `next_page` is the
     number of the first node of the next page, if there is one. `waiting_for` is a sentence, `waiting_on` are the ids of
     the nodes that it speaks of, as far as they are known. `members` counts the places of the present round. `held` are
-    nodes that have to wait. `history` (`History.to_dict`) is on the first page only."""
+    nodes that have to wait. `history` is on the first page only."""
 
-    run_id: str
-    phase: str
-    term: int
-    round: int
-    node_count: int
-    members: int
-    min_nodes: int
-    max_nodes: int
-    restarts_used: int
-    restarts_left: int
-    waiting_for: str | None
-    waiting_on: tuple[str, ...]
-    nodes: tuple[NodeStatus, ...]
-    next_page: int | None
-    refused: tuple[Refusal, ...]
-    held: tuple[HeldNode, ...]
-    story: tuple[tuple[float, str], ...]
-    end: str | None
-    end_reason: str | None
-    history: dict[str, Any]
+    run_id: str = ""
+    phase: str = ""
+    term: wire.Count = 0
+    round: wire.Count = 0
+    node_count: wire.Count = 0
+    members: wire.Count = 0
+    min_nodes: wire.Count = 0
+    max_nodes: wire.Count = 0
+    restarts_used: wire.Count = 0
+    restarts_left: wire.Count = 0
+    waiting_for: str | None = None
+    waiting_on: tuple[str, ...] = ()
+    nodes: tuple[NodeStatus, ...] = ()
+    next_page: wire.Count | None = None
+    refused: tuple[Refusal, ...] = ()
+    held: tuple[HeldNode, ...] = ()
+    story: tuple[StoryLine, ...] = ()
+    end: str | None = None
+    end_reason: str | None = None
+    history: HistoryStatus = HistoryStatus()
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        shown = fields_of(self)
-        for name in ("nodes", "refused", "held"):
-            shown[name] = [*map(fields_of, shown[name])]
-        shown["story"] = [{"ago_s": ago_s, "event": text} for ago_s, text in self.story]
-        return shown
+
+def plain(value: Any) -> Any:
+    """For JSON: records become objects."""
+    names = getattr(value, "__match_args__", None)
+    if names is not None:
+        return {name: plain(getattr(value, name)) for name in names if name not in _OWN}
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    return [*map(plain, value)] if isinstance(value, list | tuple) else value
 
 
 def _age_s(since: float | None, now: float) -> float | None:

@@ -43,9 +43,9 @@ LINES: Unit = "lines"
 class Rate:
     """`unit` is what was counted, `STEPS` or `LINES`; rates of different units are not compared."""
 
-    per_s: float
-    unit: str
-    window_s: float
+    per_s: wire.PerSecond = 0.0
+    unit: str = ""
+    window_s: wire.Seconds = 0.0
 
 
 @frozen

@@ -1,1 +1,1 @@
-"""What `holdfast doctor` looks at: facts of a host and of the way to a coordinator, and what they mean for a run."""
+"""What `holdfast doctor` checks: a host, and the way to a coordinator."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import socket
-from collections.abc import Mapping
+import time
 from typing import Any
 
-from holdfast.cli import runs, status
-from holdfast.cli.checks import findings
+from holdfast.cli import runs
+from holdfast.cli.checks.findings import Level, Verdict, ok, problem, warning
 from holdfast.cli.checks.host import addresses_of
 from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.observe import ask, words
+from holdfast.observe.run_view import RunView
 from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client import visitor
@@ -23,46 +25,50 @@ from holdfast.rendezvous.client.handshake import OtherToken, Target, TurnedAway
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import is_loopback
+from holdfast.telemetry.status import RunStatus
 
 _STEP_S = 2.0
 _GUESS_S = 1.0
 _NO_RUN = "holdfast doctor"  # In the place of a run's name, if none is given.
+COMPARE_RUN = "compare RUN with --rdzv-id of the run; a run is known while one of its agents is there"
+ORDER = ("endpoint name", "etcd", "coordinator", "token", "run")
 
 
-def token_of(path: str) -> tuple[bytes | None, findings.Token]:
-    """The token that a command would use. The fact says where it comes from, or why it cannot be used."""
+def read_token(path: str) -> tuple[bytes | None, str, Verdict]:
+    """The token that a command would use, where it comes from, and what is known of it without a coordinator."""
     try:
         token = settings.read_token(path)
     except UserError as error:
-        return None, findings.Token(problem=str(error))
-    return token, findings.Token(where=path or "HOLDFAST_TOKEN") if token else findings.Token()
+        text, _, fix = str(error).partition("; ")
+        return None, "", problem(text, fix or "give the file with the token of the run: --token-file FILE")
+    where = (path or "HOLDFAST_TOKEN") if token else ""
+    return token, where, ok(f"from {where}; it was not compared with a coordinator's" if where else "none is given")
 
 
 class Way:
-    """`facts` are added while it is examined, in a thread: a reader may take those that are there."""
+    """`found` is added to while it is examined, in a thread: a reader may take what is there."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Raises UserError if the options make no sense."""
-        self._run, self._backend, self._endpoint = args.run or "", args.rdzv_backend, args.rdzv_endpoint
-        self._config = runs.config_of(args)
-        self._token_file = str(self._config.get("token_file", ""))
+        self._run, self._backend, self._endpoint = runs.name_in(args) or "", args.rdzv_backend, args.rdzv_endpoint
+        config = {**runs.config_of(args), "is_host": False}
+        self._token_file = str(config.get("token_file", ""))
         self._is_on_etcd = self._backend in ("etcd", "etcd-v3")
-        config = {**self._config, "is_host": False}
         self._parameters = RendezvousParameters(self._backend, self._endpoint, self._run or _NO_RUN, 1, 1, **config)
         if not self._is_on_etcd:
             self._place = visitor.place_of(self._parameters)
             given = settings.given_of(self._backend, config)
             self._tls = settings.tls_of(given, "tls_cert", "tls_key", "tls_ca").load()
-        self.facts: dict[str, object] = {}
+        self.found: dict[str, Verdict] = {}
 
     def examine(self) -> None:
-        token, self._token = token_of(self._token_file)
-        self.facts["token"] = self._token
+        token, self._where, self.found["token"] = read_token(self._token_file)
+        self._has_token = bool(token)
         target = self._target_on_etcd() if self._is_on_etcd else self._target(*self._place, token, self._tls)
         if target is None or not self._resolves(target.host):
             return
         challenge = self._look(target)
-        if challenge is not None:
+        if challenge is not None and self.found["token"][0] is Level.OK:
             self._prove(target, challenge.wants_token)
 
     def _target(self, host: str, port: int, token: bytes | None, tls: Any) -> Target:
@@ -70,92 +76,124 @@ class Way:
         return Target(host, port, run_id, token, tls, _STEP_S, visitor.ASKER, handshake_timeout_s=_STEP_S)
 
     def _target_on_etcd(self) -> Target | None:
-        if self._token.problem:
+        if self.found["token"][0] is not Level.OK:
             return None
         try:
             chosen = settings.read(self._parameters)
             leader = visitor.leader_on_etcd(chosen, self._parameters.run_id, _STEP_S)
         except HoldfastError as error:
-            self.facts["etcd"] = findings.Etcd(self._endpoint, str(error))
+            self.found["etcd"] = problem(str(error), "compare the endpoint with that of etcd, and see that etcd runs")
             return None
-        self.facts["etcd"] = findings.Etcd(self._endpoint)
+        self.found["etcd"] = ok(f"{self._endpoint} answers")
         if leader is None:
-            problem = f"etcd {self._endpoint} knows no coordinator of run {self._run!r}"
-            self.facts |= {"run": findings.Run(self._run, problem=problem)} if self._run else {}
+            if self._run:
+                text = f"etcd {self._endpoint} knows no coordinator of run {self._run!r}"
+                self.found["run"] = problem(text, COMPARE_RUN)
             return None
         return self._target(leader.host, leader.port, chosen.token, chosen.tls.load())
 
     def _resolves(self, host: str) -> bool:
         try:
             self._addresses = addresses_of(host)
-            self.facts["endpoint name"] = findings.EndpointName(host, self._addresses)
-            return True
         except socket.gaierror as error:
-            self.facts["endpoint name"] = findings.EndpointName(host, problem=endpoints.unresolved(host, error))
+            fix = "correct the name in --rdzv-endpoint, or add it to DNS or /etc/hosts"
+            self.found["endpoint name"] = problem(endpoints.unresolved(host, error), fix)
             return False
+        is_number = self._addresses == (host,)
+        text = f"{host} is an address" if is_number else f"{host} is {', '.join(self._addresses)}"
+        self.found["endpoint name"] = ok(text)
+        return True
 
     def _look(self, target: Target) -> protocol.Challenge | None:
-        has_tls = target.tls is not None
+        where, has_tls = target.endpoint, target.tls is not None
         try:
             challenge = target.look()
         except (OSError, HoldfastError) as error:
-            has_answered = isinstance(error, TurnedAway | ConnectionResetError)
-            self.facts["coordinator"] = findings.Coordinator(
-                target.endpoint,
-                *_problem_of(target.endpoint, error),
-                has_tls=has_tls,
-                other=_other_at(target) if has_answered else "",
-                is_this_host=isinstance(error, ConnectionRefusedError) and _is_this_host(target),
-            )
+            self.found["coordinator"] = _no_coordinator(target, error)
             return None
-        version = f"{challenge.version}.{challenge.minor}"
-        self.facts["coordinator"] = findings.Coordinator(target.endpoint, version=version, has_tls=has_tls)
+        version = f"protocol {challenge.version}.{challenge.minor}"
+        self.found["coordinator"] = ok(f"reached at {where}, {version}, {'with' if has_tls else 'without'} TLS")
         return challenge
 
     def _prove(self, target: Target, wants_token: bool) -> None:
-        where, is_exposed = self._token.where, not all(map(is_loopback, self._addresses))
-        fact = findings.Token(where, self._token.problem, wants_token, is_exposed=is_exposed)
-        self.facts["token"] = fact
-        if bool(where) != wants_token or fact.problem or not (wants_token or self._run):
+        self.found["token"] = self._mismatch(wants_token) or _token_not_known(self._where)
+        if self._has_token != wants_token:
             return
-        problem = ""
+        if not wants_token:
+            self.found["token"] = no_token(is_exposed=not all(map(is_loopback, self._addresses)))
+            if not self._run:
+                return
+        trouble = ""
         try:
             target.connect(protocol.Introduction(is_visitor=True))[0].close()
         except (OSError, HoldfastError) as error:
             if isinstance(error, OtherToken):
                 return
-            problem = str(error)  # That it has no such run, if none was named.
-        self.facts["token"] = findings.Token(where, "", wants_token, is_known=wants_token, is_exposed=is_exposed)
+            trouble = str(error)  # That it has no such run, if none was named.
+        if wants_token:
+            self.found["token"] = ok(f"from {self._where}; the coordinator has the same")
         if self._run:
-            self.facts["run"] = findings.Run(self._run, problem=problem) if problem else _run_at(target)
+            self.found["run"] = problem(trouble, COMPARE_RUN) if trouble else _run_at(target)
+
+    def _mismatch(self, wants_token: bool) -> Verdict | None:
+        if wants_token and not self._has_token:
+            return problem("the coordinator wants a token, and none is given",
+                           "give the file that the nodes of the run have: --token-file FILE, or set "
+                           "HOLDFAST_TOKEN")  # fmt: skip
+        if self._has_token and not wants_token:
+            return problem(f"one is given by {self._where}, but the coordinator was started without",
+                           "leave it out, or start all nodes of the run with --token-file")  # fmt: skip
+        return None
 
 
-def _problem_of(where: str, error: OSError | HoldfastError) -> tuple[str, str]:
-    """And what to do about it, where that is known."""
+def _token_not_known(where: str) -> Verdict:
+    return problem(f"that from {where} is not the coordinator's",
+                   "give the file that the nodes of the run have; one of `holdfast token --run ID` opens that run "
+                   "alone, so name it: RUN")  # fmt: skip
+
+
+def no_token(*, is_exposed: bool) -> Verdict:
+    if is_exposed:
+        return warning("none: every host that can reach the coordinator can join or disturb its runs",
+                       "make one with `holdfast token > FILE`, and give every node --token-file FILE")  # fmt: skip
+    return ok("none, and the coordinator wants none")
+
+
+def _no_coordinator(target: Target, error: OSError | HoldfastError) -> Verdict:
+    where, compare = target.endpoint, "compare host and port with --rdzv-endpoint of the run"
+    other = _other_at(target) if isinstance(error, TurnedAway | ConnectionResetError) else ""
+    if other == "TLS":
+        return problem(f"{where} speaks TLS, and this command does not",
+                       "give --rdzv-conf tls_ca=FILE, as the nodes of the run have it")  # fmt: skip
+    if other == "HTTP":
+        return problem(f"{where} is an HTTP server, not a holdfast coordinator", compare)
     match error:
+        case ConnectionRefusedError() if _is_this_host(target):
+            return warning(f"nothing listens at {where} yet; it is an address of this host",
+                           "`holdfast run` on this host starts a coordinator there")  # fmt: skip
         case ConnectionRefusedError():
             fix = "start the run on that host, whose agent starts the coordinator; if it runs, compare the port"
-            return f"nothing listens at {where}: the connection is refused", fix
+            return problem(f"nothing listens at {where}: the connection is refused", fix)
         case TimeoutError():
             fix = "see that the host is up, and that no firewall drops TCP connections to this port"
-            return f"no answer from {where} in time", fix
+            return problem(f"no answer from {where} in time", fix)
         case ConnectionResetError():
-            return f"{where} closes the connection at once", ""
+            return problem(f"{where} closes the connection at once", compare)
         case OSError():
             fix = "see that the host is up and that there is a route to it"
-            return f"{where} cannot be reached: {error.strerror or error}", fix
-    problem, _, hint = str(error).partition("; ")
-    return problem, getattr(error, "fix", "") or hint
+            return problem(f"{where} cannot be reached: {error.strerror or error}", fix)
+    text, _, hint = str(error).partition("; ")
+    return problem(text, getattr(error, "fix", "") or hint or compare)
 
 
-def _run_at(target: Target) -> findings.Run:
+def _run_at(target: Target) -> Verdict:
     try:
         with visitor.Visitor(target) as asked:
             page = asked.ask({"command": "status", "first": 0}, timeout_s=_STEP_S)
+            status = ask.decoded(page, RunStatus, "the coordinator")
     except HostError as error:
-        return findings.Run(target.run_id, problem=str(error))
-    record = page if isinstance(page, Mapping) else {}
-    return findings.Run(target.run_id, status.heading({"run_id": target.run_id, "run": record, "agents": []}))
+        return problem(str(error), COMPARE_RUN)
+    return ok(words.heading(RunView(target.run_id, time.monotonic(), status)))
 
 
 def _is_this_host(target: Target) -> bool:
@@ -169,7 +207,7 @@ def _is_this_host(target: Target) -> bool:
 
 
 def _other_at(target: Target) -> str:
-    """What a program that is no coordinator for us is, as far as it can be found out."""
+    """What is there instead of a coordinator, as far as it can be found out: "TLS", "HTTP" or nothing known."""
     if target.tls is None and _speaks_tls(target):
         return "TLS"
     with contextlib.suppress(OSError), socket.create_connection(target.address, _GUESS_S) as sock:

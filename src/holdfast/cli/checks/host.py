@@ -1,74 +1,61 @@
-"""The facts of this host that matter to a run. Nothing is changed: what is made for a try is removed at once.
+"""What of this host matters to a run: a function a check. What is made for a try is removed at once.
 
-Each fact is read in a thread of its own, because a dead mount or a name server may hold a reader up for ever; one that
-is not there when the time is up is `Unknown`.
+Each takes the facts that it judges, which are read from the system if they are not given.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import resource
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Mapping
 
 import holdfast
 from holdfast import procfs
 from holdfast.agent import control
-from holdfast.cli.checks import findings
+from holdfast.cli.checks.findings import Check, Verdict, ok, problem, warning
 from holdfast.errors import HostError
 from holdfast.failures import oom
 from holdfast.hangs import stacks
 from holdfast.process.output import logs
+from holdfast.text import size_text
 
+_MIB, _GIB = 1 << 20, 1 << 30
+FEW_OPEN_FILES, FEW_OPEN_FILES_HARD, FEW_PROCESSES = 1024, 4096, 1024
+SHARED_MEMORY = "/dev/shm"
+SMALL_SHM_BYTES = _GIB
+LITTLE_SPACE_BYTES, NO_SPACE_BYTES = 512 * _MIB, _MIB
+LITTLE_MEMORY_BYTES = 512 * _MIB
 _PY_SPY_LIMIT_S = 4.0
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 _PR_GET_CHILD_SUBREAPER = 37
 
-Reader = Callable[[], object]
+# Size and free bytes of a directory, or why files cannot be made there.
+Space = tuple[int, int] | str
 
 
-def read_all(readers: Mapping[str, Reader], limit_s: float) -> dict[str, object]:
-    """What each of them returns, in their order. Never raises, and takes no longer than that."""
-    answers: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
-
-    def read(name: str) -> None:
-        try:
-            answers.put((name, readers[name]()))
-        except Exception as error:
-            answers.put((name, findings.Unknown(f"{type(error).__name__}: {error}")))
-
-    for name in readers:
-        threading.Thread(target=read, args=(name,), name=f"holdfast-check-{name}", daemon=True).start()
-    found: dict[str, object] = {}
-    ends = time.monotonic() + limit_s
-    while len(found) < len(readers) and (left_s := ends - time.monotonic()) > 0:
-        try:
-            name, fact = answers.get(timeout=left_s)
-        except queue.Empty:
-            break
-        found[name] = fact
-    late = findings.Unknown(f"no answer within {limit_s:g} s")
-    return {name: found.get(name, late) for name in readers}
-
-
-def software() -> findings.Software:
-    system = os.uname()
+def software(system: str = "") -> Verdict:
+    found = os.uname()
     python = ".".join(map(str, sys.version_info[:3]))
-    return findings.Software(python, sys.executable, holdfast.__version__, system.sysname, system.release)
+    system = system or found.sysname
+    text = f"{python} ({sys.executable}), holdfast {holdfast.__version__}, {system} {found.release}"
+    return ok(text) if system == "Linux" else problem(text, "holdfast needs Linux")
 
 
-def host_name() -> findings.HostName:
-    name = os.uname().nodename
+def host_name(name: str = "", addresses: tuple[str, ...] = ()) -> Verdict:
+    name = name or os.uname().nodename
     try:
-        return findings.HostName(name, addresses_of(name))
+        addresses = addresses or addresses_of(name)
     except OSError as error:
-        return findings.HostName(name, problem=error.strerror or str(error))
+        fix = f"add {name} to DNS or /etc/hosts, or give --local-addr ADDRESS with each run of several hosts"
+        return warning(f"{name} does not resolve ({error.strerror or error})", fix)
+    text = f"{name} is {', '.join(addresses)}"
+    if all(each.startswith("127.") or each == "::1" for each in addresses):
+        fix = f"for runs of several hosts, let {name} in /etc/hosts be the address that other hosts use"
+        return warning(f"{text}, which other hosts cannot reach; some frameworks tell others this address", fix)
+    return ok(text)
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
@@ -76,17 +63,37 @@ def addresses_of(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def open_files() -> findings.OpenFiles:
-    return findings.OpenFiles(*(_limit(each) for each in resource.getrlimit(resource.RLIMIT_NOFILE)))
+def open_files(limits: tuple[int, int] | None = None) -> Verdict:
+    soft, hard = map(_limit, limits or resource.getrlimit(resource.RLIMIT_NOFILE))
+    text = f"{_most(soft)} for a process, {_most(hard)} where it raises its limit"
+    if (soft is not None and soft < FEW_OPEN_FILES) or (hard is not None and hard < FEW_OPEN_FILES_HARD):
+        return warning(text, "ulimit -n 65536 before `holdfast run`; LimitNOFILE= for systemd, --ulimit nofile= for "
+                       "docker")  # fmt: skip
+    return ok(text)
 
 
-def processes() -> findings.Processes:
-    of_user = _limit(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    return findings.Processes(of_user, min(_pids_limits(), default=None), os.geteuid() == 0)
+def processes(of_user: int | None = None, of_group: int | None = None, *, is_root: bool | None = None) -> Verdict:
+    """The limit of the user's processes, which root is not bound to, and that of the control group, which counts
+    threads, too."""
+    if is_root is None:
+        is_root, of_user = os.geteuid() == 0, resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        of_group = min(_pids_limits(), default=None)
+    user = None if is_root or of_user is None else _limit(of_user)
+    text = f"{_most(user)} for this user, {_most(of_group)} for its control group, threads included"
+    if user is not None and user < FEW_PROCESSES:
+        return warning(text, "ulimit -u 65536 before `holdfast run`, or raise nproc in /etc/security/limits.conf")
+    if of_group is not None and of_group < FEW_PROCESSES:
+        return warning(text, "raise pids.max of the control group: --pids-limit for docker, podPidsLimit for "
+                       "Kubernetes, TasksMax= for systemd")  # fmt: skip
+    return ok(text)
 
 
 def _limit(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
+
+
+def _most(number: int | None) -> str:
+    return "no limit" if number is None else f"at most {number}"
 
 
 def _pids_limits() -> list[int]:
@@ -109,15 +116,14 @@ def _text_of(path: str) -> str:
         return ""
 
 
-def stack_reading() -> findings.Stacks:
+def stack_reading() -> Verdict:
     """Tried on a process of its own, which is no more related to py-spy than a worker is."""
-    scope = procfs.ptrace_scope()
-    is_container = any(map(os.path.exists, _CONTAINER_MARKS)) or "KUBERNETES_SERVICE_HOST" in os.environ
     try:
         py_spy = stacks.find_py_spy()
     except HostError:
-        return findings.Stacks(scope=scope, is_container=is_container)
-    # It ends with this one, however this one ends: then its standard input does.
+        return warning("py-spy is not installed, so only Python workers that holdfast starts show their stacks",
+                       "pip install py-spy")  # fmt: skip
+    # The process ends with this one, however this one ends: then its standard input does.
     code = "import sys; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -125,60 +131,123 @@ def stack_reading() -> findings.Stacks:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
-        problem = stacks.look_at(process.pid, timeout_s=_PY_SPY_LIMIT_S).trouble
+        trouble = stacks.look_at(process.pid, timeout_s=_PY_SPY_LIMIT_S).trouble
         process.stdin.close()
-    return findings.Stacks(py_spy, problem, scope, is_container)
+    if trouble:
+        return stacks_refused(trouble, procfs.ptrace_scope(), is_container=_is_container())
+    return ok(f"py-spy can read other processes ({py_spy})")
 
 
-def shared_memory() -> findings.Space:
-    return space_of(findings.SHARED_MEMORY)
+def _is_container() -> bool:
+    return any(map(os.path.exists, _CONTAINER_MARKS)) or "KUBERNETES_SERVICE_HOST" in os.environ
 
 
-def temporary() -> findings.Space:
+def stacks_refused(why: str, scope: str, *, is_container: bool) -> Verdict:
+    """`scope` is kernel.yama.ptrace_scope; empty if there is none."""
+    if is_container:
+        fix = "give the container the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE; in Kubernetes "
+        fix += "securityContext.capabilities.add)"
+    elif scope not in ("", "0"):
+        fix = "sysctl kernel.yama.ptrace_scope=0, or run as root"
+    else:
+        fix = "see that py-spy runs on this host: py-spy dump --pid PID"
+    return warning(f"{why}; only Python workers that holdfast starts show their stacks", fix)
+
+
+def shared_memory(space: Space | None = None) -> Verdict:
+    space = space if space is not None else space_of(SHARED_MEMORY)
+    grow = "docker run --shm-size 8g; in Kubernetes an emptyDir of medium Memory at /dev/shm; else mount -o "
+    grow += "remount,size=8G /dev/shm"
+    if isinstance(space, str):
+        return warning(f"{SHARED_MEMORY}: {space}", grow)
+    size_bytes, free_bytes = space
+    text = f"{SHARED_MEMORY} has {size_text(size_bytes)}, {size_text(free_bytes)} of it free"
+    if size_bytes < SMALL_SHM_BYTES:
+        return warning(f"{text}; data loaders and collectives use it", grow)
+    if free_bytes < size_bytes / 10:
+        return warning(text, "remove what killed processes have left there (`holdfast run --clean-shm` does it for its "
+                       "workers)")  # fmt: skip
+    return ok(text)
+
+
+def temporary(path: str = "", space: Space | None = None) -> Verdict:
+    move = "let TMPDIR name a directory with space, or give --log-dir"
     try:
-        return space_of(logs.temp_root())
+        path = path or logs.temp_root()
+        space = space if space is not None else space_of(path)
     except HostError as error:
-        return findings.Space(os.environ.get("TMPDIR") or "/tmp", problem=str(error))
+        path, space = os.environ.get("TMPDIR") or "/tmp", str(error)
+    if isinstance(space, str):
+        return problem(f"no file can be made in {path}: {space}", move)
+    _, free_bytes = space
+    text = f"{path} can be written to, {size_text(free_bytes)} free"
+    if free_bytes < NO_SPACE_BYTES:
+        return problem(text, move)
+    return warning(text, move) if free_bytes < LITTLE_SPACE_BYTES else ok(text)
 
 
-def space_of(path: str) -> findings.Space:
+def space_of(path: str) -> Space:
     try:
         found = os.statvfs(path)
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(b"holdfast")
             file.flush()
     except OSError as error:
-        return findings.Space(path, problem=error.strerror or str(error))
-    return findings.Space(path, found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+        return error.strerror or str(error)
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
 
-def kernel() -> findings.Kernel:
-    import ctypes
+def kernel(has: tuple[bool, bool] | None = None) -> Verdict:
+    has_pidfd, has_subreaper = has if has is not None else (_has_pidfd(), _has_subreaper())
+    missing = [name for name, each in (("pidfd_open", has_pidfd), ("child subreapers", has_subreaper)) if not each]
+    if not missing:
+        return ok("it has pidfd_open and child subreapers")
+    return warning(f"it lacks {' and '.join(missing)}, so ends of processes are noticed later or not at all",
+                   "use Linux 5.3 or later, and a sandbox that allows these calls")  # fmt: skip
 
+
+def _has_pidfd() -> bool:
     try:
         os.close(os.pidfd_open(os.getpid()))
-        has_pidfd = True
     except OSError:
-        has_pidfd = False
-    is_subreaper = ctypes.c_int()
-    libc = ctypes.CDLL(None, use_errno=True)
-    return findings.Kernel(has_pidfd, libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_subreaper), 0, 0, 0) == 0)
+        return False
+    return True
 
 
-def memory() -> findings.Memory:
-    found = oom.memory_killer_counter()
-    if found is None or not found.cgroup:
-        return findings.Memory(None)
-    return findings.Memory(found.limit_bytes, found.kills)
+def _has_subreaper() -> bool:
+    import ctypes
+
+    libc, is_subreaper = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    return bool(libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_subreaper), 0, 0, 0) == 0)
 
 
-def control_directory() -> findings.ControlDirectory:
-    """The first one that can be used, or the trouble with the preferred one."""
-    found = [findings.ControlDirectory(path, control.objection_to(path)) for path in control.directories()]
-    return next((each for each in found if not each.problem), found[0])
+def memory(limit_bytes: int | None = None, kills: int | None = None) -> Verdict:
+    """Of the control group: its limit, and how many of its processes the kernel's memory killer has ended."""
+    if kills is None:
+        found = oom.memory_killer_counter()
+        limit_bytes, kills = (found.limit_bytes, found.kills) if found is not None and found.cgroup else (None, 0)
+    if limit_bytes is None:
+        return ok("no limit for its control group")
+    text = f"at most {size_text(limit_bytes)} for its control group"
+    raise_it = "raise the limit (docker run --memory, resources.limits.memory in Kubernetes), or start fewer workers"
+    if kills:
+        killed = f"{kills} of its processes" if kills > 1 else "one of its processes"
+        return warning(f"{text}; the kernel has killed {killed} for memory", raise_it)
+    return warning(text, raise_it) if limit_bytes < LITTLE_MEMORY_BYTES else ok(text)
 
 
-READERS: dict[str, Reader] = {
+def control_directory(objections: dict[str, str] | None = None) -> Verdict:
+    """The first directory that can be used, or the trouble with the preferred one."""
+    found = objections or {path: control.objection_to(path) for path in control.directories()}
+    path, trouble = next((each for each in found.items() if not each[1]), next(iter(found.items())))
+    if not trouble:
+        return ok(f"{path} is private")
+    return warning(f"{path}: {trouble}; agents of this user make another directory in /tmp",
+                   f"remove it or make it private (chmod 700 {path}), or let XDG_RUNTIME_DIR or TMPDIR name a "
+                   "directory of this user")  # fmt: skip
+
+
+CHECKS: dict[str, Check] = {
     "python": software,
     "host name": host_name,
     "open files": open_files,

@@ -24,10 +24,11 @@ from contextlib import suppress
 from typing import IO
 
 from holdfast import loop
-from holdfast.cli.runs import LocalRun, agents_here
 from holdfast.errors import HoldfastError, HostError
 from holdfast.frozen import changed, fields_of
 from holdfast.log import Logger
+from holdfast.observe import ask
+from holdfast.observe.ask import LocalRun
 from holdfast.observe.dashboard.serving import DEFAULT_ADDRESS, DEFAULT_LINGER_S, Service, serve
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.coordinator import launch
@@ -135,8 +136,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_of(run_id: str, agent_pid: int) -> LocalRun:
-    agents, _ = agents_here()
-    found = [each for each in agents if (each["run_id"], each["pid"]) == (run_id, agent_pid)]
+    agents, _ = ask.find()
+    found = [each for each in agents if (each.status.run_id, each.pid) == (run_id, agent_pid)]
     if not found:
         raise HostError(f"the agent {agent_pid} of run {run_id!r} is not found")
     return LocalRun(found)

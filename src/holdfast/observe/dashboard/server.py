@@ -43,8 +43,7 @@ from holdfast.log import Logger
 from holdfast.loop import Wakeup
 from holdfast.observe.dashboard import access
 from holdfast.observe.dashboard.access import Access
-from holdfast.observe.dashboard.follow import Follower
-from holdfast.observe.dashboard.picture import Picture, difference
+from holdfast.observe.dashboard.picture import Picture, difference, shown_of_log, tail_for
 from holdfast.observe.dashboard.watch import Watch
 from holdfast.rendezvous.coordinator.limits import Bucket
 
@@ -278,21 +277,20 @@ class Dashboard:
     async def _read(self, log: Log) -> None:
         """Until no page follows the log, or the run has ended and the log is read to its end."""
         rank, stream, attempt = log.key
-        follower, problem = Follower(attempt), ""
+        tail, problem = tail_for(attempt), ""
         while True:
             was_over = self.watch.is_over
             try:
-                piece = await self._in_thread(self.watch.read_log, rank, stream, follower.attempt, follower.offset)
-                text = piece.get("text")
-                await asyncio.sleep(self._log_bytes.owed_s(len(text) if isinstance(text, str) else 0))
-                shown = follower.take(piece)
+                piece = await self._in_thread(self.watch.read_log, rank, stream, tail.attempt, tail.offset)
+                await asyncio.sleep(self._log_bytes.owed_s(len(piece.text)))
+                shown = shown_of_log(tail.take(piece))
                 if shown["text"] or shown["note"] or problem:
-                    log.tell({**shown, "attempt": piece.get("attempt"), "path": piece.get("path")})
+                    log.tell({**shown, "attempt": piece.attempt, "path": piece.path})
                 problem = ""
-                if was_over and follower.is_at_end:
+                if was_over and tail.is_at_end:
                     return
             except HoldfastError as error:
-                follower.go_on()
+                tail.go_on()
                 if str(error) != problem:
                     problem = str(error)
                     log.tell({"text": "", "note": "", "problem": problem})

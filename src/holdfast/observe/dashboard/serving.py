@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 
 from holdfast import loop, signals
-from holdfast.cli.runs import LocalRun, RemoteRun
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import frozen
+from holdfast.observe.ask import AskedRun
 from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.membership.model import is_loopback
@@ -40,7 +40,7 @@ class Service:
     address_option: str = "--addr"  # What the user typed for `address`.
 
 
-def serve(service: Service, find_run: Callable[[], LocalRun | RemoteRun], announce: Callable[[str, str], None]) -> str:
+def serve(service: Service, find_run: Callable[[], AskedRun], announce: Callable[[str, str], None]) -> str:
     """`find_run` finds the same run each time. `announce` is called once, with the run's name and the URL. Returns how
     the run and the dashboard ended; a signal raises SignalException."""
     try:

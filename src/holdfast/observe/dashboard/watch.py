@@ -2,13 +2,11 @@
 
 Threads ask, because an answer may take its time, and hand pictures on; none of them decides anything:
 
-* `_poll` asks the coordinator and the agents of this host, once a second at most, and only while a page is open. Pages
-  are given the same picture, so many of them cost the run what one costs.
-* `_ask_agents` asks the agents of other hosts for their workers, a few a second: the node that was not asked for
-  longest comes first. Between two answers the state of the node stands for its workers.
-* `_await_end` waits until the agents of this host say how the run ended, or are gone. The one answer comes at the end.
-
-  A run that is asked by its endpoint has no such agents: there `_await_outcome` waits for the word of the coordinator.
+* `_poll` looks at the run (`run_view.look`), once a second at most, and only while a page is open. Pages are given the
+  same picture, so many of them cost the run what one costs. Of the agents of other hosts a few are asked at a time: the
+  node that was not asked for longest comes first. Between two answers the state of the node stands for its workers.
+* `_await_end` waits until an agent of this host says how the run ended, or the coordinator if the run is asked by its
+  endpoint. The one answer comes at the end.
 
 Agents and coordinator are gone a moment after the end, so what they say then is all that will be known. Logs are then
 read from their files, as far as they are on this host.
@@ -16,55 +14,34 @@ read from their files, as far as they are on this host.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-from holdfast import loop
-from holdfast.agent import control
-from holdfast.cli.runs import LocalRun, RemoteRun, dicts_of, name_of, number_of, text_of
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import changed
 from holdfast.log import Logger
+from holdfast.observe import run_view
+from holdfast.observe.ask import OVER, AskedRun, LastWord, LocalRun, decoded, name_of
 from holdfast.observe.dashboard import picture
-from holdfast.observe.dashboard.picture import Known, Picture, Series, Told
+from holdfast.observe.dashboard.picture import Picture, Series
+from holdfast.observe.log_tail import LogPiece
+from holdfast.observe.run_view import RunView, Told
 from holdfast.process.output import log_files
-
-if TYPE_CHECKING:
-    from holdfast.rendezvous.membership.model import Outcome
+from holdfast.rendezvous.membership.model import Outcome
+from holdfast.telemetry.status import RunStatus
 
 logger = Logger(__name__)
 
 T = TypeVar("T")
-View = LocalRun | RemoteRun
 
 _ASK_EVERY_S = 1.0
-_AGENTS_A_SECOND = 16  # A coordinator passes on fifty, for all that ask.
-_KEEP_ALIVE_S = 20.0  # A coordinator hangs up on a client that says nothing for a minute.
+_AGENTS_A_SECOND = 16  # Without the token a coordinator passes on fifty, for all that ask.
 _CONNECT_AGAIN_S = 2.0
 _UNREACHABLE_S = 120.0  # A coordinator that is replaced is back by then; else the run has probably ended.
 _SILENT_FOR_S = 30.0  # An agent that does not answer is not asked again for that long.
-
-
-class Asker:
-    """A view of the run for one thread at a time. One that has broken is opened again for the next question."""
-
-    def __init__(self, open_view: Callable[[], View], view: View | None = None) -> None:
-        self._open, self._view = open_view, view
-        self._lock = threading.Lock()
-
-    def __call__(self, ask: Callable[[View], T]) -> T:
-        with self._lock:
-            view = self._view if self._view is not None else self._open()
-            self._view = view
-            try:
-                return ask(view)
-            except HostError:
-                if not view.local_agents():
-                    view.close()
-                    self._view = None
-                raise
 
 
 class Watch:
@@ -73,8 +50,8 @@ class Watch:
 
     def __init__(
         self,
-        view: View,
-        open_view: Callable[[], View],
+        view: AskedRun,
+        open_view: Callable[[], AskedRun],
         publish: Callable[[Picture, list[float | None] | None], None],
         on_end: Callable[[], None],
         *,
@@ -83,26 +60,22 @@ class Watch:
         self._open, self._publish, self._on_end = open_view, publish, on_end
         self._may_read_files = may_read_files
         self.name = view.name
-        self._of_status, self._of_agents = Asker(open_view, view), Asker(open_view)
-        self._of_logs, self._of_actions = Asker(open_view), Asker(open_view)
-        self._local_run = view if isinstance(view, LocalRun) else None
+        self._run, self._is_here = view, isinstance(view, LocalRun)
         self._lock = threading.Lock()
-        self._known = Known(view.name, time.monotonic(), None, "", {}, {})
+        self._known = RunView(view.name, time.monotonic())
         self._asked_at: dict[str, float] = {}  # By node id, for those of other hosts.
         self._began = time.monotonic()
-        self._is_watched, self._is_closed, self._wakeup = threading.Event(), threading.Event(), loop.Wakeup()
+        self._is_watched, self._is_closed = threading.Event(), threading.Event()
         self.series = Series()
         self.picture: Picture | None = None
 
     def start(self) -> None:
-        await_end = self._await_end if self._local_run is not None else self._await_outcome
-        for target in (self._poll, self._ask_agents, await_end):
+        for target in (self._poll, self._await_end):
             threading.Thread(target=target, name=f"holdfast{target.__name__}", daemon=True).start()
 
     def close(self) -> None:
         self._is_closed.set()
         self._is_watched.set()
-        self._wakeup.wake()
 
     def set_watched(self, is_watched: bool) -> None:
         """Whether a page is open."""
@@ -125,29 +98,41 @@ class Watch:
 
     def worker(self, rank: int) -> Picture:
         """From memory."""
-        node, found = self._node_of(rank), picture.worker_of(self._known, rank)
-        age_s = self._known.now - found[1].at if found is not None else float("inf")
-        if age_s >= 2 * _ASK_EVERY_S:
+        node, now = self._node_of(rank), time.monotonic()
+        found = changed(self._known, now=now).worker(rank)
+        if found is None or now - found[1].at >= 2 * _ASK_EVERY_S:
             self._asked_at.pop(node, None)  # It is asked next.
-        facts = picture.worker_facts(found[0], age_s) if found is not None else {}
+        facts = picture.worker_facts(found[0]) if found is not None else {}
         return {"rank": rank, "node": node, **facts}
 
-    def read_log(self, rank: int, stream: str, attempt: int | None, offset: int) -> Mapping[str, Any]:
+    def read_log(self, rank: int, stream: str, attempt: int | None, offset: int) -> LogPiece:
         if self.is_over:
             return self._read_file(rank, stream, attempt, offset)
         request = {"command": "logs", "rank": rank, "stream": stream, "attempt": attempt, "offset": offset}
-        return self._of_logs(lambda view: view.ask_node(self._node_of(rank), request))
+        node = self._node_of(rank)
+        return decoded(self._ask(lambda run: run.ask_node(node, request)), LogPiece, f"node {node}")
 
     def take_stacks(self, rank: int) -> str:
         node = self._node_of(rank)
-        answer = self._of_actions(lambda view: view.ask_node(node, {"command": "stacks", "rank": rank}))
+        answer = self._ask(lambda run: run.ask_node(node, {"command": "stacks", "rank": rank}))
         return str(answer.get("text") or "there are none")
 
     def stop_run(self, reason: str) -> str:
         """How far that reaches: `run` or `host`."""
         if self.is_over:
             raise UserError("the run has ended already")
-        return self._of_actions(lambda view: view.stop(reason))[0]
+        return self._ask(lambda run: run.stop(reason))[0]
+
+    def _ask(self, ask: Callable[[AskedRun], T]) -> T:
+        """From any thread. If the agents of this host are gone, the next question is for those that are there then."""
+        run = self._run
+        try:
+            return ask(run)
+        except HostError:
+            if self._is_here and not run.local_agents():
+                with contextlib.suppress(HoldfastError):
+                    self._run = self._open()
+            raise
 
     def _node_of(self, rank: int) -> str:
         node = picture.node_of(self.picture, rank) if self.picture is not None else None
@@ -155,12 +140,13 @@ class Watch:
             raise UserError(f"the present round of the run has no rank {rank}")
         return node
 
-    def _read_file(self, rank: int, stream: str, attempt: int | None, offset: int) -> Mapping[str, Any]:
-        found = picture.worker_of(self._known, rank)
+    def _read_file(self, rank: int, stream: str, attempt: int | None, offset: int) -> LogPiece:
+        found = self._known.worker(rank)
         if found is None or not found[1].is_here or not self._may_read_files:
             raise HostError("the run has ended, and the log is not of this host")
-        path = log_files.log_path(text_of(found[0], stream), attempt)
-        return {"path": path, "attempt": log_files.attempt_of(path), **log_files.read_piece(path, offset)}
+        path = log_files.log_path(found[0].stdout if stream == "stdout" else found[0].stderr, attempt)
+        read = log_files.read_piece(path, offset)
+        return LogPiece(**read, path=path, attempt=log_files.attempt_of(path), is_over=True)
 
     # The threads.
 
@@ -172,140 +158,82 @@ class Watch:
                 self._look()
             except Exception as error:  # Of an answer that makes no sense. The page stays.
                 logger.debug("the run cannot be shown", exc_info=True)
-                self._learn(problem=f"{type(error).__name__}: {error}")
+                self._learn(changed(self._known, problem=f"{type(error).__name__}: {error}"))
             self._is_closed.wait(max(0.05, began + _ASK_EVERY_S - time.monotonic()))
 
     def _look(self) -> None:
-        status: Mapping[str, Any] | None = None
-        problem = ""
+        known = self._known
         try:
-            status = self._of_status(lambda view: view.run_status())
-        except HoldfastError as error:
-            problem = str(error)
-        here: list[dict[str, Any]] = []
-        if self._local_run is not None:
-            try:
-                here = self._of_status(lambda view: view.local_agents())
-            except HoldfastError as error:
-                problem = problem or str(error)
-        if status is None and not here and self._known.status is not None:
-            status, problem = self._known.status, f"no answer at the moment: {problem}"  # The last one stays in view.
-        self._learn(status=status, problem=problem, here=here)
+            view = self._ask(lambda run: run_view.look(run, known, self._due))
+            now = time.monotonic()
+            late = [name for name in view.silent if self._asked_at.get(name, 0.0) <= now]
+            self._asked_at |= dict.fromkeys(late, now + _SILENT_FOR_S)
+            self._learn(view)
+        except HoldfastError as error:  # What was known stays in view, with its age.
+            seen = known.status is not None or known.agents
+            self._learn(changed(known, problem=f"no answer at the moment: {error}" if seen else str(error)))
 
-    def _learn(
-        self,
-        *,
-        status: Mapping[str, Any] | None = None,
-        problem: str = "",
-        here: list[dict[str, Any]] | None = None,
-    ) -> None:
-        now = time.monotonic()
+    def _learn(self, view: RunView) -> None:
         with self._lock:
-            if self.is_over:
-                return
-            agents = {**self._known.agents, **{name_of(each): Told(each, now, is_here=True) for each in here or ()}}
-            if status is not None:
-                present = {text_of(node, "node_id") for node in dicts_of(status, "nodes")}
-                agents = {name: told for name, told in agents.items() if name in present}
-            else:
-                status = self._known.status if here is None else None
-            self._known = changed(self._known, now=now, status=status, problem=problem, agents=agents)
-            self._show(now)
+            if not self.is_over:
+                self._known = changed(view, now=time.monotonic())
+                self._show(self._known.now)
 
     def _show(self, now: float) -> None:
         self.picture = picture.picture_of(self._known)
-        point = self.series.add(self._known, self.picture["totals"], now - self._began)
+        point = self.series.add(self._known, self.picture["totals"]["goodput"], now - self._began)
         self._publish(self.picture, point)
 
-    def _ask_agents(self) -> None:
-        while not self._is_closed.is_set() and not self.is_over:
-            self._is_watched.wait()
-            for name in self._due()[:_AGENTS_A_SECOND]:
-                self._asked_at[name] = time.monotonic()
-                try:
-                    self._note_agent(name, self._of_agents(_status_of(name)), "")
-                except Exception as error:  # Also of an answer that makes no sense.
-                    self._asked_at[name] = time.monotonic() + _SILENT_FOR_S
-                    self._note_agent(name, None, str(error))
-            self._is_closed.wait(_ASK_EVERY_S)
-
-    def _due(self) -> list[str]:
-        """Nodes whose agents are to be asked, in that order."""
-        known, now = self._known, time.monotonic()
-        nodes = [text_of(node, "node_id") for node in dicts_of(known.status, "nodes")] if known.status else []
-        here = {name for name, told in known.agents.items() if told.is_here}
-        self._asked_at = {name: at for name, at in [*self._asked_at.items()] if name in nodes}
-        due = [name for name in nodes if name not in here and self._asked_at.get(name, 0.0) <= now]
-        return sorted(due, key=lambda name: self._asked_at.get(name, 0.0))
-
-    def _note_agent(self, name: str, status: dict[str, Any] | None, problem: str) -> None:
-        with self._lock:
-            if self.is_over:
-                return
-            agents, silent = {**self._known.agents}, {**self._known.silent, name: problem}
-            agents.pop(name, None)
-            if status is not None:
-                agents[name] = Told(status, time.monotonic())
-                del silent[name]
-            self._known = changed(self._known, agents=agents, silent=silent)
+    def _due(self, others: list[str]) -> list[str]:
+        """Which nodes to ask now: the ones that were not asked for longest."""
+        now = time.monotonic()
+        self._asked_at = {name: at for name, at in [*self._asked_at.items()] if name in others}
+        due = [name for name in others if self._asked_at.get(name, 0.0) <= now]
+        due = sorted(due, key=lambda name: self._asked_at.get(name, 0.0))[:_AGENTS_A_SECOND]
+        self._asked_at |= dict.fromkeys(due, now)
+        return due
 
     def _await_end(self) -> None:
-        assert self._local_run is not None
-        run: View = self._local_run
-        word: Mapping[str, Any] = {"end": "gone"}
-        while isinstance(run, LocalRun):
-            questions = run.send_to_all({"command": "end"})
-            while questions:
-                loop.wait_readable([*(each.fileno() for each in questions), self._wakeup.fileno()], None)
-                if self._is_closed.is_set():
-                    return
-                for question in [each for each in questions if loop.is_readable(each.fileno())]:
-                    questions.remove(question)
-                    word = _last_word(question) or word
-                    if text_of(word, "end") in picture.OVER:
-                        self._end(word)
-                        return
-            try:
-                run = self._open()  # Others of the run may have come to this host meanwhile.
-            except HoldfastError:
-                break
-            self._is_closed.wait(_CONNECT_AGAIN_S)  # Or it is the same one, on its way out.
-        self._end(word)
-
-    def _await_outcome(self) -> None:
-        ask, seen_at = Asker(self._open), time.monotonic()
+        """Until the run has ended, as its coordinator or an agent of this host says."""
+        run, heard_at = self._run, time.monotonic()
         while not self._is_closed.is_set():
             try:
-                outcome = ask(lambda view: view.await_outcome(_KEEP_ALIVE_S) if isinstance(view, RemoteRun) else None)
+                word, heard_at = run.await_end(_ASK_EVERY_S), time.monotonic()
             except HoldfastError:
-                if time.monotonic() > seen_at + _UNREACHABLE_S:
-                    self._end({"end": "unreachable"})
-                    return
                 self._is_closed.wait(_CONNECT_AGAIN_S)
+                word = LastWord("unreachable") if time.monotonic() > heard_at + _UNREACHABLE_S else None
+            if word is None:
                 continue
-            seen_at = time.monotonic()
-            if outcome is not None:
-                end = outcome.end.lower()
-                report = report_text(self.name, outcome, self._known.status or {}) if end == "failed" else None
-                self._end({"end": end, "reason": outcome.reason, "report": report})
-                return
+            if self._is_here and word.end not in OVER and (others := self._come_meanwhile()) is not None:
+                run = others
+                continue
+            self._end(word)
+            return
 
-    def _end(self, word: Mapping[str, Any]) -> None:
+    def _come_meanwhile(self) -> AskedRun | None:
+        """The agents of this host are gone; others of the run may have come. Those on their way out do not count."""
+        self._is_closed.wait(_CONNECT_AGAIN_S)
+        try:
+            return self._open()
+        except HoldfastError:
+            return None
+
+    def _end(self, word: LastWord) -> None:
         now = time.monotonic()
         with self._lock:
             if self.is_over:
                 return
-            status = word.get("status")
-            agents = {**self._known.agents}
-            if isinstance(status, dict):
-                agents[name_of(status)] = Told(status, now, is_here=True)
-            report = word.get("report") if isinstance(word.get("report"), str) else None
+            agents, report = {**self._known.agents}, word.report
+            if word.status is not None:
+                agents[name_of(word.status)] = Told(word.status, now, is_here=True)
+            if word.outcome is not None and word.end == "failed":
+                report = report_text(self.name, word.outcome, self._known.status or RunStatus())
             self._known = changed(self._known, now=now, agents=agents, end=word, report=report, problem="")
             self._show(now)
         self._on_end()
 
 
-def report_text(run_id: str, outcome: Outcome, status: Mapping[str, Any]) -> str | None:
+def report_text(run_id: str, outcome: Outcome, status: RunStatus) -> str | None:
     """The report that every node has printed, as far as the coordinator knows it."""
     from holdfast.agent import causes
     from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -313,20 +241,7 @@ def report_text(run_id: str, outcome: Outcome, status: Mapping[str, Any]) -> str
     from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
     group = WorkerGroup(WorkerSpec("", 1, None, entrypoint=f"run {run_id}"))
-    group.group_world_size = max(2, int(number_of(status, "members") or 0))  # What it knows is of other nodes.
-    allowed = sum(int(number_of(status, name) or 0) for name in ("restarts_used", "restarts_left"))
-    round = int(number_of(status, "round") or 0)
-    report = causes.report_of(RunResult(WorkerState.FAILED), outcome, group, RestartPolicy(allowed), round, None)
+    group.group_world_size = max(2, status.members)  # What it knows is of other nodes.
+    policy = RestartPolicy(status.restarts_used + status.restarts_left)
+    report = causes.report_of(RunResult(WorkerState.FAILED), outcome, group, policy, status.round, None)
     return run_text(changed(report, run_id=run_id)).strip("\n") if report is not None else None
-
-
-def _last_word(question: control.Question) -> Mapping[str, Any] | None:
-    try:
-        word = question.answer().get("result")
-    except (OSError, ValueError, RecursionError):
-        return None
-    return word if isinstance(word, dict) and text_of(word, "end") else None
-
-
-def _status_of(node_id: str) -> Callable[[View], dict[str, Any]]:
-    return lambda view: view.ask_node(node_id, {"command": "status"})

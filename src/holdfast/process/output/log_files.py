@@ -38,7 +38,7 @@ def attempt_of(path: str) -> int | None:
 def read_piece(
     path: str, offset: int, what: str = "log file", owner: int | None = None, *, is_last: bool = False
 ) -> dict[str, Any]:
-    """`text` from that byte on, up to `CHUNK_BYTES` and to the end of a line if there is one; `offset` is where the
+    """`text` from byte `begin` on, up to `CHUNK_BYTES` and to the end of a line if there is one; `offset` is where the
     next piece begins, `size` the present size. A character of which bytes are missing is left to the next piece, unless
     this `is_last`. A negative offset counts from the end. `file` tells a file from another one that has taken its name.
     Raises HostError if it cannot be read, or does not belong to the `owner`, if given."""
@@ -61,6 +61,7 @@ def read_piece(
     return {
         "text": decoder.decode(data, is_last),
         "offset": begin + len(data) - len(decoder.getstate()[0]),
+        "begin": begin,
         "size": found.st_size,
         "file": f"{found.st_dev}:{found.st_ino}",
     }

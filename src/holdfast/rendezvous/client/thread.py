@@ -35,7 +35,7 @@ from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client.handshake import OpenConnection, Target, obstacle_of
 from holdfast.rendezvous.client.reachability import Reachability, Say
-from holdfast.rendezvous.coordination import Mailbox
+from holdfast.rendezvous.coordination import Answering, Mailbox
 from holdfast.rendezvous.membership import model, node, node_lease, protocol
 from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 from holdfast.rendezvous.membership.node import Participant, Standing
@@ -81,8 +81,7 @@ class Locator(ABC):
 
 class Client:
     """To be made and run in a thread of its own. `deliver` and `set_lease` are called in it; `fail` too, when it cannot
-    go on. `stuck_for_s` says for how long the agent's loop has not turned. `answer` turns what others ask this node
-    into an answer, both JSON."""
+    go on. `stuck_for_s` says for how long the agent's loop has not turned. `answer` answers others."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class Client:
         fail: Callable[[Exception], None],
         reach: Reachability,
         stuck_for_s: Callable[[], float],
-        answer: Callable[[bytes], bytes],
+        answer: Answering,
     ) -> None:
         self.reach, self._locator, self._node = reach, locator, participant
         self._deliver, self._set_lease, self._fail = deliver, set_lease, fail
@@ -402,16 +401,18 @@ class Client:
         self._send(Answer(query.number, _error("this agent is busy with other questions; try again")))
 
     def _reply(self, query: Query) -> None:
+        def reply(body: bytes) -> None:
+            if len(body) > protocol.MAX_ANSWER_BYTES:
+                body = _error(f"the answer has {len(body)} bytes, at most {protocol.MAX_ANSWER_BYTES} can be sent")
+            self._inbox.put(Answer(query.number, body))
+
         with self._query_turn:
             try:
-                body = self._answer(query.body)
+                self._answer(query.body, reply)
             except Exception as error:
                 logger.debug("a question could not be answered", exc_info=True)
-                body = _error(f"{type(error).__name__}: {error}"[:1000])
+                reply(_error(f"{type(error).__name__}: {error}"[:1000]))
         self._query_places.release()
-        if len(body) > protocol.MAX_ANSWER_BYTES:
-            body = _error(f"the answer has {len(body)} bytes, at most {protocol.MAX_ANSWER_BYTES} can be sent")
-        self._inbox.put(Answer(query.number, body))
 
     def _lose_connection(self) -> None:
         self._close()

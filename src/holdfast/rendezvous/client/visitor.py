@@ -10,7 +10,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, HostError, UserError
@@ -43,6 +43,7 @@ class Visitor:
     def __init__(self, target: Target) -> None:
         self.target = target
         self._number = 0
+        self.answers: dict[int, Any] = {}  # To the questions that are open; None before it has come.
         try:
             self._sock, self._frames, _ = target.connect(protocol.Introduction(is_visitor=True))
         except socket.gaierror as error:
@@ -63,35 +64,65 @@ class Visitor:
 
     def ask(self, request: Mapping[str, Any], node_id: str = "", timeout_s: float = 5.0) -> Any:
         """What the coordinator answers, or the agent of that node."""
-        self._number += 1
-        query = protocol.Query(self._number, json.dumps(request).encode(), node_id)
-        whom = f"node {node_id}" if node_id else f"the coordinator at {self.target.endpoint}"
-        ends = time.monotonic() + timeout_s
-        try:
-            self._sock.settimeout(timeout_s)
-            self._sock.sendall(self._frames.sealed(frames.encode(query)))
-            answer = self._answer_to(self._number, ends)
-        except TimeoutError:
-            raise NoAnswer(f"{whom} did not answer within {timeout_s:g} s") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConnectionBroken(f"the connection to {self.target.endpoint} broke: {error}") from None
-        if not isinstance(answer, dict) or "result" not in answer:
-            problem = answer.get("error") if isinstance(answer, dict) else None
-            raise HostError(f"{whom}: {problem or 'sent an answer that makes no sense'}")
-        return answer["result"]
+        answer = self.ask_nodes([node_id], request, timeout_s)[node_id]
+        if isinstance(answer, HostError):
+            raise answer
+        return answer
 
-    def _answer_to(self, number: int, ends: float) -> Any:
-        while True:
+    def send(self, request: Mapping[str, Any], node_id: str = "") -> int:
+        """The number under which `answers` will have the answer. It may come much later."""
+        self._number += 1
+        try:
+            self._sock.sendall(
+                self._frames.sealed(frames.encode(protocol.Query(self._number, json.dumps(request).encode(), node_id)))
+            )
+        except OSError as error:
+            raise self._broken(error) from None
+        self.answers[self._number] = None
+        return self._number
+
+    def receive(self, timeout_s: float) -> None:
+        """Take what has come, or comes within that time, into `answers`."""
+        try:
             message = self._frames.next()
-            if isinstance(message, protocol.Answer) and message.number == number:
-                return json.loads(message.body)
-            if message is not None:
-                continue  # A late answer to an earlier question, or the coordinator resigns and hangs up.
-            self._sock.settimeout(max(0.001, ends - time.monotonic()))
-            data = self._sock.recv(_READ_BYTES)
-            if not data:
-                raise ConnectionResetError("it was closed")
-            self._frames.feed(data)
+            if message is None:
+                self._sock.settimeout(max(0.001, timeout_s))
+                data = self._sock.recv(_READ_BYTES)
+                if not data:
+                    raise ConnectionResetError("it was closed")
+                self._frames.feed(data)
+                message = self._frames.next()
+            while message is not None:
+                if isinstance(message, protocol.Answer) and message.number in self.answers:
+                    self.answers[message.number] = json.loads(message.body)
+                message = self._frames.next()
+        except TimeoutError:
+            return
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._broken(error) from None
+
+    def ask_nodes(self, node_ids: Sequence[str], request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """What the agent of each node answers, or a HostError. All are asked at the same time."""
+        ends = time.monotonic() + timeout_s
+        self._sock.settimeout(timeout_s)
+        numbers = {node_id: self.send(request, node_id) for node_id in node_ids}
+        while any(self.answers[each] is None for each in numbers.values()) and (left_s := ends - time.monotonic()) > 0:
+            self.receive(left_s)
+        found: dict[str, Any] = {}
+        for node_id, number in numbers.items():
+            whom = f"node {node_id}" if node_id else f"the coordinator at {self.target.endpoint}"
+            answer = self.answers.pop(number)
+            if answer is None:
+                found[node_id] = NoAnswer(f"{whom} did not answer within {timeout_s:g} s")
+            elif not isinstance(answer, dict) or "result" not in answer:
+                problem = answer.get("error") if isinstance(answer, dict) else None
+                found[node_id] = HostError(f"{whom}: {problem or 'sent an answer that makes no sense'}")
+            else:
+                found[node_id] = answer["result"]
+        return found
+
+    def _broken(self, error: Exception) -> ConnectionBroken:
+        return ConnectionBroken(f"the connection to {self.target.endpoint} broke: {error}")
 
 
 def find(backend: str, endpoint: str, run_id: str, config: Mapping[str, Any]) -> Target:

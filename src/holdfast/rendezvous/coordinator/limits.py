@@ -27,7 +27,9 @@ class Limits:
     visitors: int = 4096
     relays_a_second: int = 50
     relays_at_once: int = 100
-    relays_unanswered: int = 256
+    relays_a_second_with_token: int = 500  # For members, and visitors that have proved the token.
+    relays_at_once_with_token: int = 1000
+    relays_unanswered: int = 1024
     # The log.
     lines_at_once: int = 1000
     lines_a_second: int = 20

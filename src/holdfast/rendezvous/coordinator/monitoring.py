@@ -20,6 +20,7 @@ from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.coordinator import launch
 from holdfast.telemetry.http import HttpServer, KeptPage, Page
+from holdfast.telemetry.status import plain
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.server import Coordinator
@@ -75,4 +76,4 @@ class MonitoringServer(HttpServer):
 
     async def _status(self) -> dict[str, Any]:
         run = self._coordinator.run
-        return run.status_in_brief().to_dict() if run is not None else {}
+        return plain(run.status_in_brief()) if run is not None else {}

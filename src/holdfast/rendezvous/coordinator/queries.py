@@ -32,6 +32,7 @@ from holdfast.frozen import changed
 from holdfast.rendezvous.coordinator.limits import Bucket, Limits
 from holdfast.rendezvous.membership import model, protocol, status
 from holdfast.rendezvous.membership.run import Access
+from holdfast.telemetry.status import plain
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.connection import Connection
@@ -59,6 +60,7 @@ class Queries:
         self._relayed: OrderedDict[int, tuple[Connection, int, Connection]] = OrderedDict()
         self._await_end: OrderedDict[Connection, int] = OrderedDict()  # With the number of its last question.
         self._rate = Bucket(limits.relays_a_second, limits.relays_at_once, clock)
+        self._rate_with_token = Bucket(limits.relays_a_second_with_token, limits.relays_at_once_with_token, clock)
 
     def note_stranger(self, peer: str, problem: str) -> None:
         self._strangers.append((self._clock(), peer, problem))
@@ -95,15 +97,17 @@ class Queries:
         return self._has_token or self._run.machine.access_of(client.number) is Access.MEMBER
 
     def _relay(self, client: Connection, query: protocol.Query, command: object) -> str:
-        if command != "status" and not self._may_act(client):
+        is_trusted = self._may_act(client)
+        if command != "status" and not is_trusted:
             return (
                 "this run has no token, so its coordinator passes on nothing but the status; ask on a host of the run"
             )
         asked = self._run.connection_of(query.node_id)
         if asked is None:
             return f"node {query.node_id[:100]!r} is not connected"
-        if not self._rate.gives(1):
-            return f"agents are asked at most {self._limits.relays_a_second} times a second; try again"
+        if not (self._rate_with_token if is_trusted else self._rate).gives(1):
+            most = self._limits.relays_a_second_with_token if is_trusted else self._limits.relays_a_second
+            return f"agents are asked at most {most} times a second; try again"
         number = next(self._numbers)
         self._relayed[number] = (client, query.number, asked)
         while len(self._relayed) > self._limits.relays_unanswered:
@@ -175,7 +179,7 @@ class Queries:
         nodes = status.PAGE_NODES
         while True:
             record = status.run_status(self._run.run_id, self._run.membership, now, self._strangers, first, nodes)
-            body = _encoded({"result": record.to_dict()})
+            body = _encoded({"result": plain(record)})
             if len(body) <= protocol.MAX_ANSWER_BYTES or nodes == 1:
                 return body if len(body) <= protocol.MAX_ANSWER_BYTES else _encoded({"error": "the status is too long"})
             nodes //= 4

@@ -15,7 +15,8 @@ from holdfast.rendezvous.membership.formation import named
 from holdfast.rendezvous.membership.model import Phase, Stage
 from holdfast.rendezvous.membership.nodes import Node
 from holdfast.rendezvous.membership.phases import Membership
-from holdfast.telemetry.status import HeldNode, NodeStatus, Refusal, RunStatus
+from holdfast.telemetry.history import HistoryStatus
+from holdfast.telemetry.status import HeldNode, NodeStatus, Refusal, RunStatus, StoryLine
 
 PAGE_NODES = 256
 _NAMED_AT_MOST = 32
@@ -66,7 +67,7 @@ def run_status(
         story=tuple(_story(run, now)),
         end=outcome.end.lower() if outcome else None,
         end_reason=escape.cut(outcome.reason, _TEXT_LIMIT) if outcome else None,
-        history=run.history.to_dict(now) if first == 0 else {},
+        history=run.history.told(now) if first == 0 else HistoryStatus(),
     )
 
 
@@ -75,9 +76,9 @@ def last_step(run: Membership) -> protocol.Step | None:
     return run._story[-1] if run._story else None
 
 
-def _story(run: Membership, now: float) -> Iterator[tuple[float, str]]:
+def _story(run: Membership, now: float) -> Iterator[StoryLine]:
     for step in [*run._story][-_STEPS_SHOWN:]:
-        yield _ago_s(step[0], now), protocol.told(step).partition(" ")[2]
+        yield StoryLine(_ago_s(step[0], now), protocol.told(step).partition(" ")[2])
 
 
 def _held(run: Membership, now: float) -> Iterator[HeldNode]:
