@@ -20,9 +20,9 @@ from typing import Any
 from holdfast import loop
 from holdfast.errors import HostError
 from holdfast.observe.ask import LastWord, RemoteRun, decoded
-from holdfast.observe.dashboard import server
+from holdfast.observe.dashboard import web_server
 from holdfast.observe.dashboard.access import Access
-from holdfast.observe.dashboard.watch import Watch
+from holdfast.observe.dashboard.run_watcher import Watch
 from holdfast.telemetry.status import RunStatus
 from tests import support
 
@@ -112,10 +112,10 @@ class Stage:
     def begin(self) -> None:
         sock = socket.create_server(("127.0.0.1", self.port))
         self.port = sock.getsockname()[1]
-        self.dashboard = server.Dashboard(self.guard, may_stop=self._may_stop, facts=server.facts_of(300.0))
+        self.dashboard = web_server.Dashboard(self.guard, may_stop=self._may_stop, facts=web_server.facts_of(300.0))
         self.watch = Watch(self.run, lambda: self.run, self.dashboard.publish, lambda: None, may_read_files=False)
         self.dashboard.watch = self.watch
-        self._web = server.server_for(self.dashboard.app())
+        self._web = web_server.server_for(self.dashboard.app())
         self._thread = threading.Thread(target=self.dashboard.serve, args=(self._web, sock, loop.Wakeup()), daemon=True)
         self._thread.start()
         self.watch.start()
@@ -168,7 +168,7 @@ def measure(nodes: int, workers: int, changes: int = 20) -> dict[str, float]:
             before = len(entries(page, "update"))
             support.wait_until(lambda before=before: len(entries(page, "update")) > before, "an update")
         updates = [duration for _, duration in entries(page, "update")]
-        whole, change = len(server._event("picture", made.dashboard._picture)), len(made.dashboard._last_change)
+        whole, change = len(web_server._event("picture", made.dashboard._picture)), len(made.dashboard._last_change)
     return {
         "workers": nodes * workers,
         "first paint (ms)": paint,

@@ -306,7 +306,7 @@ EXPECTED = {
     "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "3",
     "TORCHELASTIC_RUN_ID": "mine",
-    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "HOLDFAST_ROUND": "1",
@@ -501,21 +501,6 @@ def test_the_launchers_own_error_file_tells_of_its_own_errors(holdfast: Holdfast
     ended = holdfast.run("nothing.py", env={"TORCHELASTIC_ERROR_FILE": str(own)})
     assert ended.code == 2
     assert json.loads(own.read_text())["message"]["message"] == "UserError: script 'nothing.py' does not exist"
-
-
-def test_events_go_to_a_file(holdfast: Holdfast) -> None:
-    path = holdfast.directory / "events.jsonl"
-    script = holdfast.script(FAIL_ONCE)
-    options = [f"--event-log-handler=file:{path}", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=mine"]
-    assert holdfast.run(*options, script).code == 0
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    states = [event["name"].rpartition(".")[2] for event in events]
-    assert states.count("START") == 4
-    assert states.count("SUCCEEDED") == 3, "two workers and the agent"
-    assert states.count("FAILED") == 0
-    assert {event["metadata"]["run_id"] for event in events} == {"mine"}
-    entries = {json.loads(event["metadata"]["metadata"])["entry_point"] for event in events}
-    assert entries == {"job.py"}
 
 
 def test_grandchildren_go_with_their_worker(holdfast: Holdfast) -> None:

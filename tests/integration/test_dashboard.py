@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.observe.dashboard import beside, server
+from holdfast.observe.dashboard import beside, web_server
 from holdfast.observe.dashboard.serving import Service
 from holdfast.rendezvous.coordinator import launch
 from tests import dashboard_stage, dashboards, nodes, support
@@ -212,7 +212,7 @@ def test_without_the_key_there_is_one_line(staged: Dashboard) -> None:
     assert (status, text.startswith("<!doctype html>")) == (200, True)
     assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
     assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
-    paths = {"/nothing": 404, "/../server.py": 404}
+    paths = {"/nothing": 404, "/../web_server.py": 404}
     assert {path: staged.request("GET", path, headers=own)[0] for path in paths} == paths
     assert staged.request("DELETE", "/", headers=own)[0] == 405
 
@@ -297,7 +297,7 @@ def test_without_the_packages(scene: Scene) -> None:
 
 
 def test_pages_and_logs_are_counted(staged: Dashboard) -> None:
-    pages = [staged.events() for _ in range(server._MOST_PAGES)]
+    pages = [staged.events() for _ in range(web_server._MOST_PAGES)]
     assert staged.events().status == 503
     own = staged.own
 
@@ -305,7 +305,7 @@ def test_pages_and_logs_are_counted(staged: Dashboard) -> None:
         wish = {"page": page.hello["page"], "rank": 0, "stream": "stdout", "attempt": attempt}
         return staged.request("POST", "/log", wish, own)[0]
 
-    most = server._MOST_LOGS
+    most = web_server._MOST_LOGS
     assert [follow(page, number) for number, page in enumerate(pages[: most + 1])] == [200] * most + [400]
     assert follow(pages[most], 0) == 200, "one that is followed already costs nothing more"
     for page in pages:
@@ -323,7 +323,7 @@ QUESTION = b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n"
 def test_connections_without_the_key_do_not_lock_the_owner_out(staged: Dashboard, said: bytes) -> None:
     """The last of them has an answer, and then stalls."""
     with contextlib.ExitStack() as opened:
-        for _ in range(server._MOST_CONNECTIONS + 10):
+        for _ in range(web_server._MOST_CONNECTIONS + 10):
             sock = opened.enter_context(socket.create_connection((staged.host, staged.port), dashboards.DEADLINE_S))
             sock.sendall(said)
             if b"\r\n\r\n" in said:
@@ -334,7 +334,7 @@ def test_connections_without_the_key_do_not_lock_the_owner_out(staged: Dashboard
 def test_clients_with_the_key_stay_and_then_there_is_no_room(staged: Dashboard) -> None:
     cookie = "".join(f"{name}: {value}\r\n" for name, value in staged.cookie.items()).encode()
     with contextlib.ExitStack() as opened:
-        for _ in range(server._MOST_CONNECTIONS):
+        for _ in range(web_server._MOST_CONNECTIONS):
             sock = opened.enter_context(socket.create_connection((staged.host, staged.port), dashboards.DEADLINE_S))
             sock.sendall(QUESTION + cookie + b"\r\n")
             assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
@@ -343,7 +343,7 @@ def test_clients_with_the_key_stay_and_then_there_is_no_room(staged: Dashboard) 
 
 @pytest.mark.parametrize("with_key", [False, True])
 def test_a_request_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, with_key: bool) -> None:
-    monkeypatch.setattr(server, "_HEAD_LIMIT_S", 0.3)
+    monkeypatch.setattr(web_server, "_HEAD_LIMIT_S", 0.3)
     with dashboard_stage.stage(dashboard_stage.StandIn(1, 1)) as stage:
         dashboard = Dashboard(stage.url)
         with socket.create_connection((dashboard.host, dashboard.port), dashboards.DEADLINE_S) as sock:

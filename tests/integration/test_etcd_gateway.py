@@ -45,10 +45,11 @@ VALUE = b'{"header":{},"kvs":[{"key":"aw==","value":"dg=="}]}'
 
 @pytest.fixture
 def etcd_gateway(etcd: EtcdServer) -> Iterator[Gateway]:
+    """Without what other tests have left in the same etcd."""
     with Gateway([etcd.get_endpoint()]) as gateway:
-        yield gateway
         for key in (b"k", b"other", b"gone", b"old"):
             gateway.delete(key)
+        yield gateway
 
 
 @pytest.fixture

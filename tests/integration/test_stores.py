@@ -14,7 +14,7 @@ import pytest
 from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.client.thread import Client
-from holdfast.rendezvous.endpoints import bind_port
+from holdfast.rendezvous.endpoints import HeldPort
 from holdfast.rendezvous.store import (
     InProcessStore,
     StoreTimeoutError,
@@ -346,8 +346,9 @@ def test_decoder_needs_a_rank() -> None:
 def test_torch_hosts_its_store_on_a_held_port() -> None:
     from torch.distributed import TCPStore
 
-    with bind_port() as held:
-        port = held.getsockname()[1]
-        server, client = (TCPStore("127.0.0.1", port, 1, is_server, LONG) for is_server in (True, False))
-        server.set("k", "v")
-        assert client.get("k") == b"v"
+    held = HeldPort()
+    held.renew("127.0.0.1")
+    server, client = (TCPStore("127.0.0.1", held.number, 1, is_server, LONG) for is_server in (True, False))
+    server.set("k", "v")
+    assert client.get("k") == b"v"
+    held.release()

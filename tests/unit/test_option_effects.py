@@ -23,9 +23,9 @@ from holdfast.cli import run as cli
 from holdfast.cli.arguments import program
 from holdfast.cli.arguments.options import HOSTS, OPTIONS
 from holdfast.hangs.policy import HangPolicy, Signal
-from holdfast.hosts.ssh import run as ssh
+from holdfast.hosts.ssh import transport as ssh
 from holdfast.hosts.ssh.host_list import Host
-from holdfast.hosts.ssh.run import HostsJob
+from holdfast.hosts.ssh.transport import HostsJob
 from holdfast.process.output.logs import Std
 from holdfast.process.workers import device_memory
 from holdfast.process.workers.cpus import AffinityMode, NumaOptions

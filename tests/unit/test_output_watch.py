@@ -13,8 +13,8 @@ import pytest
 from holdfast import procfs
 from holdfast.hangs.policy import Signal
 from holdfast.hangs.watch import UsageMeter
-from holdfast.process.output import watch as output_watch
-from holdfast.process.output.watch import OutputWatch
+from holdfast.process.output import output_watch
+from holdfast.process.output.output_watch import OutputWatch
 from tests.support import wait_until
 
 

@@ -595,18 +595,6 @@ def test_close_returns_though_both_consoles_are_blocked(rig: Rig) -> None:
     stderr.close()
 
 
-def test_a_blocked_console_can_be_abandoned(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pump_module, "_BLOCKED_AFTER_S", 0.01)
-    console = BlockedConsole()
-    write_fd = rig.add("log", b"", console.write_fd)
-    write_all(write_fd, b"first\n")
-    wait_until(lambda: rig.pump.is_blocked, "the console counts as blocked")
-    rig.pump.abandon_blocked()
-    rig.copy((write_fd, b"second\n"))
-    assert rig.file("log") == b"first\nsecond\n"
-    console.close()
-
-
 @pytest.mark.parametrize("kind", ["a socket", "a terminal", "an object"])
 def test_consoles_that_are_no_pipes(rig: Rig, kind: str) -> None:
     """A socket cannot be opened once more without blocking."""

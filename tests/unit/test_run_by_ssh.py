@@ -15,7 +15,7 @@ from holdfast.cli import run as cli
 from holdfast.cli.arguments import command_line, detection
 from holdfast.errors import HostError, UserError
 from holdfast.hosts.ssh import copying
-from holdfast.hosts.ssh.run import HostsJob
+from holdfast.hosts.ssh.transport import HostsJob
 from holdfast.rendezvous.membership import keys
 from tests.unit.test_engine_detection import OPEN_MPI, SLURM
 from tests.unit.test_option_effects import job_of

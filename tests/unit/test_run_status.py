@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.rendezvous.membership import status
+from holdfast.rendezvous.membership import run_status
 from holdfast.rendezvous.membership.model import CloseRequested, Memory, Place, Stage
 from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import ConnectionClosed
@@ -68,7 +68,7 @@ def look(events: list[tuple[float, Any]], now: float, **fields: Any) -> RunStatu
     for at, event in events:
         run.step(event, at)
         run.check()
-    return status.run_status("job7", run, now, **fields)
+    return run_status.run_status("job7", run, now, **fields)
 
 
 @pytest.mark.parametrize("name", HISTORIES)
@@ -81,14 +81,14 @@ def test_what_is_waited_for(name: str) -> None:
 def test_members_of_an_earlier_round_are_awaited() -> None:
     run = Membership(0.0, Memory(last_round=2, members=("a/0", "b/0"), settings=PAIR))
     run.step(joined("c", PAIR), 1.0)
-    found = status.run_status("job7", run, 10.0)
+    found = run_status.run_status("job7", run, 10.0)
     assert (found.waiting_for, found.waiting_on) == ("a, b of round 2 to come back, at most 40 s more", ("a", "b"))
 
 
 def test_a_stopped_round_waits_for_members_that_the_coordinator_has_not_seen() -> None:
     run = Membership(0.0, Memory(last_round=2, members=("a/0", "b/0"), settings=PAIR))
     run.step(joined("a", PAIR, Place(1, 2, 0, 2)), 1.0)
-    found = status.run_status("job7", run, 10.0)
+    found = run_status.run_status("job7", run, 10.0)
     assert (found.phase, found.members, [node.node_id for node in found.nodes]) == ("stopping", 2, ["a"])
     assert (found.waiting_for, found.waiting_on) == ("1 node of round 2 to come back", ())
 
@@ -136,7 +136,7 @@ def test_nodes_that_have_to_wait_are_named() -> None:
     run = Membership(0.0, Memory(1, 1, 1, ("b/0",), is_round_over=True, host_loss_ages_s=lost))
     for name, host in (("b", "h"), ("c", "g")):
         run.step(joined(name, UP_TO_2, host=host), 0.0)
-    found = status.run_status("job7", run, 1.0)
+    found = run_status.run_status("job7", run, 1.0)
     words = "{} stands by for {} s more, because host {} was lost 2 times in the last hour"
     expected = [("c", "g", 6.0, words.format("c", 6, "g")), ("b", "h", 8.0, words.format("b", 8, "h"))]
     assert [(each.node_id, each.host, each.left_s, each.text) for each in found.held] == expected
@@ -144,7 +144,7 @@ def test_nodes_that_have_to_wait_are_named() -> None:
         f"1 more of at least 1 nodes to join (0 joined, timeout in 29 s; {words.format('c', 6, 'g')})"
     )
     run.step(joined("a", UP_TO_2, Place(1, 1, 0, 1)), 1.0)
-    shown = plain(status.run_status("job7", run, 2.0))
+    shown = plain(run_status.run_status("job7", run, 2.0))
     assert (shown["phase"], [each["node_id"] for each in shown["held"]]) == ("running", ["c", "b"])
 
 

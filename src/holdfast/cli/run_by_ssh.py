@@ -18,7 +18,7 @@ from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.own_lines import counted
 from holdfast.hosts.ssh import copying, host_list
-from holdfast.hosts.ssh import run as ssh
+from holdfast.hosts.ssh import transport as ssh
 from holdfast.log import Logger
 from holdfast.process.spawner import client
 from holdfast.rendezvous import endpoints

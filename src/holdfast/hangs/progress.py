@@ -16,7 +16,7 @@ from holdfast.telemetry import stragglers
 from holdfast.telemetry.stragglers import LINES, STEPS, Rate, Straggler, Track
 
 if TYPE_CHECKING:
-    from holdfast.process.output.watch import OutputWatch
+    from holdfast.process.output.output_watch import OutputWatch
 
 LOOK_EVERY_S = 5.0
 

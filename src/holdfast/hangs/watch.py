@@ -1,6 +1,6 @@
 """The agent's watch over its worker group: looks when `hangs/policy.py` says so, and examines a group that hangs.
 
-`HangWatch` collects the signals: output from the pump and the log files (`process/output/watch.py`), calls of
+`HangWatch` collects the signals: output from the pump and the log files (`process/output/output_watch.py`), calls of
 `holdfast.progress()` from the board (`progress.py`), and the kernel's counters of the workers' process trees.
 `examine` takes the stacks of all workers and compares them; `tell` logs the result and writes a file.
 
@@ -22,7 +22,7 @@ from holdfast.hangs.compare import Look, Picture, WorkerLook
 from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
 from holdfast.hangs.progress import GroupProgress
 from holdfast.log import Logger
-from holdfast.process.output.watch import OutputWatch
+from holdfast.process.output.output_watch import OutputWatch
 
 if TYPE_CHECKING:
     from holdfast.process.output.logs import LogsDest

@@ -44,9 +44,9 @@ def serve(service: Service, find_run: Callable[[], AskedRun], announce: Callable
     """`find_run` finds the same run each time. `announce` is called once, with the run's name and the URL. Returns how
     the run and the dashboard ended; a signal raises SignalException."""
     try:
-        from holdfast.observe.dashboard import server
+        from holdfast.observe.dashboard import web_server
         from holdfast.observe.dashboard.access import Access
-        from holdfast.observe.dashboard.watch import Watch
+        from holdfast.observe.dashboard.run_watcher import Watch
     except ModuleNotFoundError as error:
         raise HostError(f"the package {error.name} is missing: pip install 'holdfast[dashboard]'") from None
     token = settings.read_token(service.token_file)
@@ -60,13 +60,13 @@ def serve(service: Service, find_run: Callable[[], AskedRun], announce: Callable
             )
         own_name = os.uname().nodename
         guard = Access.for_names([own_name, host], service.key)
-        dashboard = server.Dashboard(guard, may_stop=token is not None, facts=server.facts_of(service.linger_s))
+        dashboard = web_server.Dashboard(guard, may_stop=token is not None, facts=web_server.facts_of(service.linger_s))
         ended, down = loop.Wakeup(), loop.Wakeup()
         run = find_run()
         dashboard.watch = watch = Watch(
             run, find_run, dashboard.publish, ended.wake, may_read_files=service.may_read_files
         )
-        web = server.server_for(dashboard.app())
+        web = web_server.server_for(dashboard.app())
         thread = threading.Thread(target=dashboard.serve, args=(web, sock, down), name="holdfast-web", daemon=True)
         shown_host = own_name if bound_host in _EVERY_ADDRESS else host
         with signals.deferred() as box:

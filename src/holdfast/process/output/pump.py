@@ -44,8 +44,8 @@ from holdfast.loop import Wakeup
 from holdfast.process.output.lines import Copied, HeldLine, LineFilter, LinePrefixer, Tail
 
 if TYPE_CHECKING:
+    from holdfast.process.output.output_watch import StreamWatch
     from holdfast.process.output.terminal import Source, TerminalView
-    from holdfast.process.output.watch import StreamWatch
 
 # An ordinary user may have 64 MiB in pipes; two hundred workers must fit.
 _PIPE_BYTES = 256 * 1024

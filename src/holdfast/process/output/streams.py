@@ -27,8 +27,8 @@ from holdfast.process.output.lines import TAIL_BYTES, Copied, LineFilter, LinePr
 from holdfast.process.output.logs import LogsDest, open_left_file
 
 if TYPE_CHECKING:
+    from holdfast.process.output.output_watch import OutputWatch
     from holdfast.process.output.terminal import TerminalView
-    from holdfast.process.output.watch import OutputWatch
     from holdfast.process.workers.group import GroupSpec
 
 logger = Logger(__name__)

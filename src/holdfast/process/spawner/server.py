@@ -421,6 +421,8 @@ class Spawner:
                 break
             if pid == 0:
                 break
+            if self._store is not None:
+                self._store.reaped(pid)
             if pid not in self._workers:
                 for each in [*self._forking]:  # It told its pid before it died.
                     self._hear_start(each)

@@ -74,6 +74,11 @@ class RoundStore:
             say(f"torch's store has failed: {type(error).__name__}: {error}")
         os._exit(1)
 
+    def reaped(self, pid: int) -> None:
+        """A child of the spawner has ended. Its pid may soon be another process's."""
+        if pid == self._pid:
+            self._pid = 0
+
     def fds(self) -> list[int]:
         return [fd for fd in (self._listener_fd, self._lines_fd) if fd >= 0]
 

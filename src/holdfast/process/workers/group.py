@@ -38,7 +38,7 @@ from holdfast.process.workers.worker import RunProcsResult, Slot
 
 if TYPE_CHECKING:
     from holdfast.process.output.lines import Copied
-    from holdfast.process.output.watch import OutputWatch
+    from holdfast.process.output.output_watch import OutputWatch
 
 logger = Logger(__name__)
 

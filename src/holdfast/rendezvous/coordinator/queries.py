@@ -30,7 +30,7 @@ import msgspec
 
 from holdfast.frozen import changed
 from holdfast.rendezvous.coordinator.limits import Bucket, Limits
-from holdfast.rendezvous.membership import model, protocol, status
+from holdfast.rendezvous.membership import model, protocol, run_status
 from holdfast.rendezvous.membership.run import Access
 from holdfast.telemetry.status import plain
 
@@ -51,7 +51,7 @@ class Queries:
 
     def __init__(self, run: ServedRun, limits: Limits, clock: Callable[[], float], *, has_token: bool) -> None:
         self._run, self._limits, self._clock, self._has_token = run, limits, clock, has_token
-        self._strangers: deque[status.RefusedAt] = deque(maxlen=_STRANGERS_KEPT)
+        self._strangers: deque[run_status.RefusedAt] = deque(maxlen=_STRANGERS_KEPT)
         self._pages: dict[int, bytes] = {}
         self._made_after: protocol.Step | None = None
         self._made_at = self._busy_until = 0.0
@@ -160,7 +160,7 @@ class Queries:
 
     def _status(self, first: int, now: float) -> bytes:
         machine = self._run.membership
-        step = status.last_step(machine)
+        step = run_status.last_step(machine)
         is_old = step is not self._made_after or now > self._made_at + _KEPT_S
         if is_old and now >= self._busy_until:
             self._pages.clear()
@@ -176,9 +176,9 @@ class Queries:
 
     def _page(self, first: int, now: float) -> bytes:
         """As many nodes as fit: their names may be long."""
-        nodes = status.PAGE_NODES
+        nodes = run_status.PAGE_NODES
         while True:
-            record = status.run_status(self._run.run_id, self._run.membership, now, self._strangers, first, nodes)
+            record = run_status.run_status(self._run.run_id, self._run.membership, now, self._strangers, first, nodes)
             body = _encoded({"result": plain(record)})
             if len(body) <= protocol.MAX_ANSWER_BYTES or nodes == 1:
                 return body if len(body) <= protocol.MAX_ANSWER_BYTES else _encoded({"error": "the status is too long"})

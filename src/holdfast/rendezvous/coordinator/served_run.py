@@ -15,7 +15,7 @@ from holdfast.rendezvous.coordinator.kv_store import Answers, KeyValues
 from holdfast.rendezvous.coordinator.log import RunLog, shown
 from holdfast.rendezvous.coordinator.pump import Pump, Storage
 from holdfast.rendezvous.coordinator.queries import Queries
-from holdfast.rendezvous.membership import frames, model, protocol, status
+from holdfast.rendezvous.membership import frames, model, protocol, run_status
 from holdfast.rendezvous.membership.model import Memory, Recalled
 from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import Closed, Opened, Ready, Received, RunEvent
@@ -95,7 +95,7 @@ class ServedRun:
 
     def status_in_brief(self) -> RunStatus:
         """Without the nodes."""
-        return status.run_status(self.run_id, self.membership, self._clock(), page=0)
+        return run_status.run_status(self.run_id, self.membership, self._clock(), page=0)
 
     def note_stranger(self, peer: str, problem: str) -> None:
         self._queries.note_stranger(peer, problem)

@@ -44,7 +44,7 @@ from holdfast.loop import Wakeup
 from holdfast.observe.dashboard import access
 from holdfast.observe.dashboard.access import Access
 from holdfast.observe.dashboard.picture import Picture, difference, shown_of_log, tail_for
-from holdfast.observe.dashboard.watch import Watch
+from holdfast.observe.dashboard.run_watcher import Watch
 from holdfast.rendezvous.coordinator.limits import Bucket
 
 logger = Logger(__name__)
