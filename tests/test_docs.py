@@ -29,6 +29,7 @@ from holdfast.errors import UserError
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership import node as node_machine
 from tests import support
+from tests.promises import promise, proves
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -91,6 +92,8 @@ def diagram(name: str) -> str:
     return "\n".join([*lines, f"    {last} --> [*]"]) + "\n"
 
 
+@promise("""project.diagrams-links-commands-tests: The diagrams, the links, the commands and the tests named in the
+    documents are right.""")
 @pytest.mark.parametrize("name", MACHINES)
 def test_diagrams_are_the_tables(name: str) -> None:
     """A comment in front of each says which one it is."""
@@ -144,6 +147,7 @@ def problem_of_link(document: Path, link: str) -> str:
     return "there is no such heading" if anchor and anchor not in anchors(target) else ""
 
 
+@proves("project.diagrams-links-commands-tests")
 def test_links_lead_somewhere() -> None:
     links = ((document, link) for document in DOCUMENTS for link in LINK.findall(prose(document)))
     found = {(name_of(document), link): problem_of_link(document, link) for document, link in links}
@@ -170,6 +174,7 @@ def exists(test: str) -> bool:
     return all(re.search(rf"^\s*(?:def|class) {name}\b|^{name} = ", source, re.MULTILINE) for name in names)
 
 
+@proves("project.diagrams-links-commands-tests")
 def test_tests_in_the_documents_exist() -> None:
     pattern = re.compile(r"tests/[\w/]+\.py::\w+(?:::\w+)?")
     named = {(name_of(path), test) for path in DOCUMENTS for test in pattern.findall(path.read_text())}
@@ -218,6 +223,8 @@ def texts_in_the_code() -> frozenset[str]:
     return frozenset(part for text in constants for part in re.split(r"%[drsg]", text))
 
 
+@promise("""project.log-lines-docs-many: The log lines that docs/many-nodes.md and docs/etcd.md explain are those of the
+    code.""")
 @pytest.mark.parametrize("page", [ETCD, MANY_NODES, ROOT / "docs" / "ssh.md"], ids=name_of)
 def test_lines_that_are_explained_are_in_the_code(page: Path) -> None:
     """What stands between `<` and `>` differs; that it is etcd which cannot be reached is put in, too."""
@@ -249,6 +256,10 @@ def run_commands(path: Path) -> Iterator[list[str]]:
             yield words[2:]
 
 
+@promise("""failures.events-file-json-line: `--events-file` has one JSON line for each event of the node, with the
+    fields that docs/events.md lists. Agents of a host may share the file. Its directory is made if it lies within
+    `--log-dir`.""")
+@proves("project.diagrams-links-commands-tests")
 def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their values are right in an empty directory, too."""
     monkeypatch.chdir(tmp_path)
@@ -294,6 +305,7 @@ def execute(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
 EXAMPLE_LINES = [line for block in fences(EXAMPLES, "sh") for line in block.splitlines()]
 
 
+@promise("project.example-runs-line-says: Each example runs as its line says, and so do two nodes in two terminals.")
 @pytest.mark.parametrize("line", EXAMPLE_LINES)
 def test_examples_run(line: str, tmp_path: Path) -> None:
     noted = re.search(r"# exit status (\d+)", line)
@@ -333,6 +345,7 @@ def test_the_report_in_the_readme_is_what_is_printed(tmp_path: Path) -> None:
     assert missing(neutral(shown, "/home/me/holdfast"), neutral(ended.stderr, str(ROOT))) == []
 
 
+@proves("project.example-runs-line-says")
 def test_two_terminals_show_what_the_readme_shows(tmp_path: Path) -> None:
     [shown] = [block for block in fences(README, "") if "joined, waiting for" in block]
     [line] = [line for block in fences(README, "sh") for line in block.splitlines() if "127.0.0.1:29400" in line]
@@ -373,6 +386,7 @@ def comparable(text: str) -> list[str]:
     return [line for line in lines if ".py:" in line or not is_native.fullmatch(line)]
 
 
+@promise("hangs.output-hung-job-docs: The output of the hung job in docs/hangs.md is real.")
 def test_the_hung_job_in_the_document_is_what_is_printed(tmp_path: Path) -> None:
     line = next(text for text in inline_code(HANGS) if "examples/hang.py" in text)
     ended = execute(line, tmp_path)
@@ -399,6 +413,7 @@ OWN_VARIABLES = {
 }  # fmt: skip
 
 
+@proves("cli.help-docs-md-match")
 def test_every_environment_variable_is_explained() -> None:
     pattern = re.compile(r'"((?:TORCH|HOLDFAST)[A-Z]*_[A-Z_]+)"')
     used = {name for path in (ROOT / "src").rglob("*.py") for name in pattern.findall(path.read_text())}
@@ -407,6 +422,7 @@ def test_every_environment_variable_is_explained() -> None:
     assert not {name for name in used - OWN_VARIABLES if f"`{name}" not in text}
 
 
+@proves("cli.help-docs-md-match")
 def test_what_a_worker_finds_is_in_the_table() -> None:
     spec = WorkerSpec("r", 1, None, entrypoint="x", virtual_local_rank=True)
     group = WorkerGroup(spec)

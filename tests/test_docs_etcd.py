@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.promises import promise
 from tests.support import DOCUMENTED_PORTS, clean_environment
 from tests.test_docs import ETCD, FENCE, ROOT, missing
 
@@ -93,6 +94,9 @@ def neutral(line: str) -> str:
     return re.sub(r"(pids? )\d+(, \d+)*", r"\1", line).strip()
 
 
+@promise("""etcd.sessions-docs-md-show: The sessions in docs/etcd.md show what happens: a run on three members that
+    survives `kill -9` of an agent, of the coordinator, of both, of a worker, of a spawner and of a member; users and
+    passwords.""")
 @pytest.mark.parametrize("heading", SESSIONS)
 def test_sessions_show_what_they_print(heading: str, tmp_path: Path) -> None:
     half = len(DOCUMENTED_PORTS) // 2

@@ -17,6 +17,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast
+from tests.promises import promise, proves
 from tests.sshd import Hosts, hosts
 from tests.test_docs import ROOT, fences, lines_explained, texts_in_the_code
 
@@ -38,6 +39,9 @@ def servers(tmp_path: Path) -> Iterator[Hosts]:
         yield made
 
 
+@promise("ssh.user-rdzv-endpoint-rdzv: The user's `--rdzv-endpoint`, `--rdzv-backend` and `--master-addr` win.")
+@promise("""ssh.commands-docs-md-run: The commands of docs/ssh.md run as they stand, and the lines that it explains are
+    those of the code.""")
 @pytest.mark.parametrize("line", LINES)
 def test_the_commands_run(line: str, servers: Hosts, tmp_path: Path) -> None:
     assert line.startswith("holdfast run --host")
@@ -68,6 +72,7 @@ def test_the_page_has_its_commands() -> None:
         assert any(option in line for line in LINES), option
 
 
+@proves("ssh.commands-docs-md-run")
 def test_the_lines_are_in_the_code() -> None:
     """What stands between `<` and `>` differs."""
     parts = [

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from docs import make_behaviour
+from tests.promises import promise, proves
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "holdfast"
@@ -129,6 +130,7 @@ def layer_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
+@promise("project.imports-point-way-pure: Imports point one way, and pure modules stay pure.")
 def test_imports_point_one_way() -> None:
     wrong = [
         f"{path.relative_to(SOURCE)} imports {name}"
@@ -159,6 +161,7 @@ def allowed_in(path: Path) -> set[str]:
     return LAYERS[layer] | {layer} | REEXPORTS.get(str(path.relative_to(SOURCE)), set())
 
 
+@proves("project.imports-point-way-pure")
 def test_pure_modules_import_only_data() -> None:
     allowed = DATA_MODULES | {f"holdfast.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}
     wrong = [f"{name} is pure but imports {each}" for name in PURE for each in {*imports_of(SOURCE / name)} - allowed]
@@ -180,11 +183,13 @@ def size_of(path: Path) -> int:
     )
 
 
+@promise("project.bootstrap-worker-needs-standard: The bootstrap of a worker needs only the standard library.")
 def test_the_worker_bootstrap_stands_alone() -> None:
     imported = imports_of(SOURCE / "process" / "spawner" / "bootstrap.py")
     assert not [name for name in imported if name.startswith("holdfast")]
 
 
+@promise("project.framework-imported: No framework is imported.")
 def test_no_framework_is_imported() -> None:
     for path in MODULES:
         assert not [name for name in imports_of(path) if name.split(".")[0] in ("torch", "jax", "tensorflow")]

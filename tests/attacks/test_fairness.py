@@ -13,6 +13,7 @@ from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Settings
 from tests.attacks.harness import HONEST, MIB, Peer, at_most, facts, flood, honest, member
 from tests.coordinators import CoordinatorProcess
+from tests.promises import proves
 
 ATTACK_S = 2.0
 _numbers = itertools.count(1)
@@ -47,6 +48,7 @@ def test_many_waits_for_the_same_key_and_sets_and_deletes_of_it(server: Coordina
             time.sleep(ATTACK_S)
 
 
+@proves("coordinator.peer-read-bounded-connection")
 def test_many_waits_that_one_set_wakes(server: CoordinatorProcess) -> None:
     """With an answer of some length for each, which all go to one connection that does not read."""
     with honest(server), member(server.port, "waiting") as waiting, member(server.port) as talker:
@@ -57,6 +59,7 @@ def test_many_waits_that_one_set_wakes(server: CoordinatorProcess) -> None:
         assert waiting.is_hung_up(), "what it does not read piles up, so it is cut off"
 
 
+@proves("coordinator.store-bound-request-most")
 @pytest.mark.parametrize("is_member", [True, False], ids=["members", "strangers"])
 def test_sixty_waits_for_a_million_keys(server: CoordinatorProcess, is_member: bool) -> None:
     """The keys of a request are counted when it is decoded: it costs the connection. A stranger has no store at all."""
@@ -78,6 +81,7 @@ CHATTY = {
 }
 
 
+@proves("coordinator.connection-holds-slice-time")
 @pytest.mark.parametrize("kind", CHATTY)
 def test_a_dozen_chatty_peers(server: CoordinatorProcess, kind: str) -> None:
     """Thousands of small messages in each read."""
@@ -102,6 +106,7 @@ def test_peers_that_join_and_go(server: CoordinatorProcess, settings: Settings) 
                 assert isinstance(peer.until(model.StandBy, model.Refused), model.StandBy) == (settings == HONEST)
 
 
+@proves("coordinator.nodes-told-written-down")
 def test_a_dozen_members_that_make_it_write(server: CoordinatorProcess) -> None:
     """Each join knows of a later round than the memory, which is written to a file before anything else is done."""
     rounds = itertools.count(2)

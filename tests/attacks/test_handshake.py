@@ -22,6 +22,7 @@ from tests.attacks.harness import MIB, at_most, check_plain, end, honest
 from tests.certificates import make_certificates
 from tests.coordinators import Caller, CoordinatorProcess, coordinator, form, node
 from tests.e2e.command import COMMAND, Holdfast
+from tests.promises import proves
 from tests.relay import Relay
 
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -177,6 +178,7 @@ def test_a_token_can_be_required(holdfast: Holdfast) -> None:
     assert "holdfast token" in ended.last
 
 
+@proves("coordinator.token-makes-token-private")
 def test_a_new_token_opens_a_coordinator_and_that_of_a_run_opens_the_run_only(
     holdfast: Holdfast, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from holdfast.rendezvous.membership.model import Expelled, Sealed, Settings, Sta
 from tests import support
 from tests.attacks.harness import HEARTBEAT_S, HONEST, HonestRun, Peer, facts, honest, member
 from tests.coordinators import CoordinatorProcess, coordinator
+from tests.promises import promise, proves
 
 HIGHEST = 1 << 53
 TOKEN = b"0123456789abcdef0123456789abcdef"
@@ -68,6 +69,9 @@ def impersonate(port: int, name: str, token: bytes | None, *secrets: bytes) -> N
             Peer(port, name=name, secret=secret, token=token)
 
 
+@promise("""coordinator.node-id-belongs-node: A node id belongs to the node that joined with it first and shows its
+    secret; knowing the token is not enough. A node that has not joined, or was refused, reads nothing, acts on nothing
+    and has no store.""")
 def test_a_stranger_introduces_itself_as_a_member(
     server: CoordinatorProcess, token: bytes | None, run: HonestRun
 ) -> None:
@@ -133,6 +137,7 @@ def test_a_stranger_speaks_for_a_node_that_waits(server: CoordinatorProcess, tok
             assert own.ask("check", "anything").problem == ""
 
 
+@proves("coordinator.messages-older-connection")
 def test_heartbeats_on_a_connection_that_was_superseded_are_not_answered(
     server: CoordinatorProcess, token: bytes | None
 ) -> None:
@@ -167,6 +172,7 @@ ACTS: dict[str, Callable[[str], object]] = {
 }
 
 
+@proves("coordinator.node-id-belongs-node")
 @pytest.mark.parametrize("is_refused", [False, True], ids=["before its join", "after it was refused"])
 def test_a_peer_that_is_no_member_acts_on_the_run(
     server: CoordinatorProcess, token: bytes | None, run: HonestRun, is_refused: bool
@@ -184,6 +190,9 @@ def test_a_peer_that_is_no_member_acts_on_the_run(
     assert not [line for line in server.lines("stranger") if line.endswith((" is leaving", " left"))]
 
 
+@promise("""coordinator.endpoint-run-node-run: One endpoint is one run: a node of another run is refused at once, or
+    waits while the present run has ended or has no node. The served run is named only to nodes that have proved the
+    token. The name of a run that had all its nodes can be used again at once.""")
 def test_nodes_of_another_run_at_a_busy_endpoint(
     server: CoordinatorProcess, token: bytes | None, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ import pytest
 from tests import support
 from tests.attacks.harness import ESCAPE, MIB, check_plain, end, result_of
 from tests.e2e.command import COMMAND, Ended, Holdfast
+from tests.promises import promise
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
@@ -136,6 +137,8 @@ def test_logs_of_another_users_run_are_that_users_files(
     assert ("does not belong to user 65534" in ended.err) is (whose == "root"), ended.err
 
 
+@promise("""steering.root-bundle-users-reads: Root's `holdfast bundle --all-users` reads a token file of another user's
+    agent only if it is a regular file of that user.""")
 @as_root
 @pytest.mark.parametrize("kind", ["of root", "link to root's", "fifo", "theirs"])
 def test_a_bundle_reads_only_that_users_token_file(holdfast: Holdfast, theirs: str, tmp_path: Path, kind: str) -> None:

@@ -15,10 +15,12 @@ from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import MAX_SHAPES, Place
 from tests.attacks.harness import HONEST, MIB, HonestRun, Peer, at_most, facts, honest, member
 from tests.coordinators import Caller, CoordinatorProcess
+from tests.promises import promise, proves
 
 ATTACK_S = 2.0
 
 
+@proves("coordinator.store-bound-request-most")
 def test_a_member_fills_the_store(server: CoordinatorProcess) -> None:
     """Beyond the bound a set is refused with a word. Who has a value there can still change it."""
     with honest(server), at_most(server, 128 * MIB), member(server.port) as hoarder:
@@ -28,6 +30,7 @@ def test_a_member_fills_the_store(server: CoordinatorProcess) -> None:
         assert problems[-1] == "the store is full (at most 64 MiB)"
 
 
+@proves("coordinator.store-bound-request-most")
 def test_a_stranger_fills_the_store(server: CoordinatorProcess) -> None:
     """It is cut off with its first request, whatever it asks for."""
     with honest(server), at_most(server, 16 * MIB):
@@ -65,6 +68,7 @@ def test_ever_new_nodes(server: CoordinatorProcess, how: str) -> None:
     assert count > 20, "that was no attack"
 
 
+@promise("coordinator.peer-read-bounded-connection: What a peer does not read is bounded for each connection.")
 def test_answers_that_no_peer_reads(server: CoordinatorProcess) -> None:
     """One set wakes several waiting requests of each of many connections, and none of them reads its answers, which are
     as long as they can be. What waits for each is bounded."""
@@ -86,6 +90,7 @@ def test_answers_that_no_peer_reads(server: CoordinatorProcess) -> None:
 # Connections that have not joined.
 
 
+@proves("coordinator.client-sends-junk-much", "coordinator.strangers-use-connections")
 def test_connections_that_are_let_in_and_never_join(server: CoordinatorProcess) -> None:
     """They are strangers as long as they have not joined: the oldest are cut off, and no node is locked out. With a
     limit of 4,096 descriptors it took 4,021 of them to lock a run out; here the limit is lower."""
@@ -98,6 +103,7 @@ def test_connections_that_are_let_in_and_never_join(server: CoordinatorProcess) 
     assert report["newcomers"] > 0
 
 
+@proves("coordinator.strangers-use-connections")
 def test_idle_run_ids(server: CoordinatorProcess) -> None:
     """On a coordinator that has no run yet a handshake fixes nothing: the first node that joins does."""
     with contextlib.ExitStack() as stack:
@@ -107,6 +113,7 @@ def test_idle_run_ids(server: CoordinatorProcess) -> None:
             run.finish()
 
 
+@proves("coordinator.strangers-use-connections")
 def test_ever_new_run_ids_do_not_keep_the_first_node_from_joining(server: CoordinatorProcess) -> None:
     is_over = threading.Event()
 

@@ -18,6 +18,7 @@ from holdfast.rendezvous.membership import protocol
 from tests import support
 from tests.attacks.harness import RUN_ID, Peer, honest
 from tests.coordinators import CoordinatorProcess, coordinator
+from tests.promises import promise, proves
 
 REQUEST = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 CROWD = 1000
@@ -105,6 +106,10 @@ class Readers:
             guest.close()
 
 
+@promise("""steering.thousand-readers-ask-pause: A thousand readers that ask without pause do not disturb a run whose
+    rounds change.""")
+@promise("""health.thousand-scrapers-thousand: A thousand scrapers, or a thousand readers of the status, do not disturb
+    runs whose rounds change, and neither do callers that do not read.""")
 @pytest.mark.parametrize("crowd", [Scrapers, Readers])
 def test_a_thousand_ask_while_rounds_change(server: CoordinatorProcess, crowd: type[Scrapers | Readers]) -> None:
     """`honest` checks the longest wait for an answer. The metrics follow."""
@@ -119,6 +124,7 @@ def test_a_thousand_ask_while_rounds_change(server: CoordinatorProcess, crowd: t
     assert report["rounds"] >= 3
 
 
+@proves("health.thousand-scrapers-thousand")
 def test_callers_that_do_not_read_are_dropped(server: CoordinatorProcess) -> None:
     port = http_port(server)
     with honest(server), contextlib.ExitStack() as stack:

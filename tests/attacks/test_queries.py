@@ -19,6 +19,7 @@ from holdfast.rendezvous.membership import model, protocol
 from tests import support
 from tests.attacks.harness import ESCAPE, HONEST, RUN_ID, HonestRun, Peer, facts, member
 from tests.coordinators import CoordinatorProcess, await_push, coordinator, coordinator_thread
+from tests.promises import promise, proves
 
 TOKEN = b"a token of more than 16 bytes"
 _numbers = itertools.count(1)
@@ -60,6 +61,8 @@ def token_file(tmp_path: Path) -> str:
 # Strangers. Those that are no visitors are in test_identity.
 
 
+@promise("""steering.stranger-token-learns-nothing: A stranger without the token learns nothing of the run. Without a
+    token, logs and stacks are not passed on to strangers.""")
 @pytest.mark.parametrize("token", [None, b"another token of this length"])
 def test_a_stranger_without_the_token_gets_nothing(tmp_path: Path, token_file: str, token: bytes | None) -> None:
     with coordinator(tmp_path, "--token-file", token_file) as server, HonestRun(server.port, token_file) as run:
@@ -71,6 +74,7 @@ def test_a_stranger_without_the_token_gets_nothing(tmp_path: Path, token_file: s
         run.check()
 
 
+@proves("steering.endpoint-run-stopped-token", "steering.stranger-token-learns-nothing")
 def test_without_a_token_a_visitor_reads_the_status_and_nothing_else(server: CoordinatorProcess) -> None:
     asked: list[bytes] = []
     with HonestRun(server.port, answer=lambda body: asked.append(body) or b"{}") as run, visitor(server.port) as guest:
@@ -99,6 +103,7 @@ def test_a_visitor_that_acts_is_cut_off(server: CoordinatorProcess, run: HonestR
         server.await_line(f"sent {type(message).__name__}")
 
 
+@proves("steering.agent-asked-answer-asking")
 def test_asking_for_a_run_does_not_create_it_nor_keep_it(server: CoordinatorProcess) -> None:
     for number in range(300):
         with pytest.raises(TurnedAway, match=f"it has no run 'r{number}'"):
@@ -108,6 +113,7 @@ def test_asking_for_a_run_does_not_create_it_nor_keep_it(server: CoordinatorProc
         assert guest.is_hung_up()
 
 
+@proves("dashboard.end-run-last-state")
 @pytest.mark.parametrize("has_token", [False, True])
 def test_the_outcome_is_pushed_and_its_evidence_only_with_the_token(
     tmp_path: Path, token_file: str, has_token: bool
@@ -144,6 +150,8 @@ def test_those_that_wait_for_the_outcome_are_counted(server: CoordinatorProcess)
 # Answers.
 
 
+@promise("""steering.agent-asked-answer-asking: Only the agent that was asked can answer. Asking neither creates a run
+    nor keeps it.""")
 def test_only_the_agent_that_was_asked_can_answer(tmp_path: Path, token_file: str) -> None:
     is_asked, may_answer = threading.Event(), threading.Event()
 

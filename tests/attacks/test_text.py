@@ -23,6 +23,7 @@ from tests import coordinators, support
 from tests.attacks.harness import CONF, ESCAPE, RUN_ID, Peer, check_plain, end, facts, honest, member
 from tests.coordinators import CoordinatorProcess, listener
 from tests.e2e.command import Holdfast
+from tests.promises import promise, proves
 
 
 def raw_frame(value: object) -> bytes:
@@ -118,6 +119,7 @@ def mistyped(port: int) -> None:
             assert peer.is_hung_up()
 
 
+@proves("output.text-peer-coordinator-rewrite")
 @pytest.mark.parametrize("act", [refused, failed, expelled, impersonating, lost, closed, told_to_stop, mistyped])
 def test_in_the_log_of_the_coordinator(server: CoordinatorProcess, act: Callable[[int], None]) -> None:
     act(server.port)
@@ -168,6 +170,8 @@ def as_newcomer(peer: Peer) -> None:
     peer.send(protocol.Join(facts(peer.name, 1), Settings(2, 2, policy=policy)))
 
 
+@promise("""output.text-peer-coordinator-rewrite: No text of a peer or of a coordinator can rewrite the terminal of an
+    agent, or forge a line in it or in the coordinator's log.""")
 @pytest.mark.parametrize("act", [as_closer, as_failure, as_leaver, as_newcomer])
 def test_on_the_terminal_of_another_node(
     server: CoordinatorProcess, holdfast: Holdfast, act: Callable[[Peer], None]
@@ -198,6 +202,7 @@ def beats_until_sealed(peer: Peer) -> bool:
     return isinstance(peer.until(Sealed, protocol.HeartbeatAnswer), Sealed)
 
 
+@proves("output.text-peer-coordinator-rewrite")
 def test_a_coordinator_that_denies_with_control_characters(holdfast: Holdfast) -> None:
     said = encode(protocol.Challenge(protocol.MAJOR, bytes(32), False)) + encode(protocol.Denied(f"no{ESCAPE}"))
     with listener(said) as port:
@@ -210,6 +215,7 @@ def test_a_coordinator_that_denies_with_control_characters(holdfast: Holdfast) -
 # The worker's own words in our report.
 
 
+@proves("failures.text-workers-peers-report")
 @pytest.mark.parametrize(
     "source",
     [
@@ -229,6 +235,7 @@ def test_in_the_failure_report(holdfast: Holdfast, tmp_path: Path, source: str) 
     check_plain(ended.err)
 
 
+@promise("output.worker-never-escaped: A worker's own output is never escaped.")
 def test_a_workers_own_output_is_untouched(holdfast: Holdfast) -> None:
     script = holdfast.script(f"import sys\nsys.stdout.write({ESCAPE!r})\nsys.stderr.write({ESCAPE!r})\n")
     ended = holdfast.run(script)

@@ -17,6 +17,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import Ended, Holdfast
+from tests.promises import promise, proves
 
 OK = "import sys; sys.stdout.write('fine\\n')"
 
@@ -68,6 +69,7 @@ def test_a_syntax_error(holdfast: Holdfast) -> None:
     assert "Traceback" not in ended.err
 
 
+@proves("restarts.program-error-fix-syntaxerror")
 def test_an_unknown_module(holdfast: Holdfast) -> None:
     ended = holdfast.run("--max-restarts=3", "-m", "no.such.module")
     assert ended.code == 1
@@ -77,6 +79,7 @@ def test_an_unknown_module(holdfast: Holdfast) -> None:
     assert "Traceback" not in ended.err
 
 
+@proves("workers.program-missing-executable")
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -91,6 +94,7 @@ def test_a_program_that_the_kernel_refuses(holdfast: Holdfast, content: str, rea
     assert (ended.code, ended.err) == (1, f"holdfast run: error: cannot start './job': {reason}\n")
 
 
+@proves("workers.program-missing-executable")
 def test_an_interpreter_that_cannot_be_started_again(holdfast: Holdfast) -> None:
     code = (
         "import sys; sys.executable = '/nowhere/python'; sys.argv[1:] = ['run', '--no-python', 'true']; "
@@ -104,6 +108,7 @@ def test_an_interpreter_that_cannot_be_started_again(holdfast: Holdfast) -> None
 # --- the disk -------------------------------------------------------------------------------------------------
 
 
+@promise("output.full-disk-loses-logs: A full disk loses logs, but harms neither the workers nor the report.")
 def test_a_disk_that_is_full_while_teeing(holdfast: Holdfast, small_disk: Path) -> None:
     """The console still gets everything, the file keeps what fitted, and the run goes on."""
     script = holdfast.script("import sys\nfor i in range(20000): sys.stdout.write('%06d %s\\n' % (i, 'x' * 40))")
@@ -124,6 +129,7 @@ def _fill(path: Path) -> None:
             pass
 
 
+@proves("output.full-disk-loses-logs")
 def test_a_disk_that_is_full_from_the_start(holdfast: Holdfast, small_disk: Path) -> None:
     _fill(small_disk / "filler")
     ended = holdfast.run(f"--log-dir={small_disk}", "-t3", holdfast.script("print('fine')\nraise ValueError('boom')"))
@@ -131,6 +137,8 @@ def test_a_disk_that_is_full_from_the_start(holdfast: Holdfast, small_disk: Path
     assert ended.last.startswith("Cause: rank 0 failed: ValueError: boom")
 
 
+@promise("""output.log-dir-becomes-unusable: If a log dir becomes unusable at a restart (a full disk, a file in its
+    place), only the logs are lost, with one warning. They are written again as soon as possible.""")
 def test_a_log_dir_that_becomes_a_file_costs_the_logs_only(holdfast: Holdfast, tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     script = holdfast.script(f"""
@@ -187,6 +195,7 @@ def test_binary_junk_with_tee(holdfast: Holdfast) -> None:
         assert shown.replace(b"[default0]:", b"").rstrip(b"\n") == junk.rstrip(b"\n")
 
 
+@promise("failures.junk-last-output-worker: Junk in the last output of a worker does not damage the report.")
 def test_junk_in_the_report(holdfast: Holdfast) -> None:
     script = holdfast.script(JUNK + "\n    import sys; sys.exit(3)")
     ended = holdfast.run("-q", script)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import COMMAND, Holdfast
+from tests.promises import promise, proves
 
 # Rank 1 makes a file, fails when rank 0 and the outsider have mapped everything, and is dead when the round is stopped.
 # The second attempt shows what is left of the first.
@@ -84,6 +85,10 @@ def run(holdfast: Holdfast, prefix: str, *options: str) -> tuple[list[str], list
     return ended.out.replace(f"{prefix}-", "").split(), [line for line in ended.own if "shm" in line]
 
 
+@promise("""ownership.clean-shm-files-dev: `--clean-shm`: files in /dev/shm that a stopped round had made and mapped,
+    that belong to this user and that no process uses any more are removed before the next round starts. Files that were
+    there before the round, that it could only read, or that another process maps or has open stay, and so do all of
+    them if a process of this user cannot be read.""")
 def test_what_only_the_stopped_round_used_is_removed(holdfast: Holdfast, prefix: str) -> None:
     left, said = run(holdfast, prefix, "--clean-shm")
     assert left == ["from-before", "mapped-elsewhere", "of-nobody", "open-elsewhere", "read-only"]
@@ -92,6 +97,7 @@ def test_what_only_the_stopped_round_used_is_removed(holdfast: Holdfast, prefix:
     ]
 
 
+@proves("ownership.clean-shm-files-dev")
 def test_without_the_option_everything_stays(holdfast: Holdfast, prefix: str) -> None:
     left, said = run(holdfast, prefix)
     assert left == [
@@ -130,6 +136,7 @@ print(unreadable, count, os.path.exists(path))
 """
 
 
+@proves("ownership.clean-shm-files-dev")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_files_stay_if_a_process_of_the_user_cannot_be_asked(prefix: str) -> None:
     command = [sys.executable, "-c", _UNREADABLE, f"/dev/shm/{prefix}"]

@@ -15,6 +15,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, PACKAGE, Ended, Holdfast
+from tests.promises import promise, proves
 
 AS_MODULE = (sys.executable, "-m", "holdfast", "run")
 
@@ -57,6 +58,9 @@ def told(ended: Ended, variable: str) -> list[str | None]:
 # --- how a run ends -------------------------------------------------------------------------------------------
 
 
+@promise("""workers.python-run-modules-shell: `python -m holdfast run`, modules, shell scripts and programs work from
+    the command line, also under another interpreter.""")
+@promise("cli.exit-code-shows-happened: The exit code shows what happened: 0, 1, 2, 93, 94 or 128+n.")
 @pytest.mark.parametrize("command", [(COMMAND, "run"), AS_MODULE], ids=["script", "-m"])
 def test_success(holdfast: Holdfast, command: tuple[str, ...]) -> None:
     ended = holdfast.run("--nproc-per-node", "2", holdfast.script(SHOW), "a", "--b", command=command)
@@ -75,6 +79,9 @@ def test_the_module_by_its_own_name(holdfast: Holdfast) -> None:
     assert holdfast.run("nothing.py", command=command).code == 2
 
 
+@promise("""failures.last-line-report-real: The last line of the report of a real run is the cause, for every kind of
+    failure.""")
+@proves("cli.failure-report-comes-last")
 def test_failure_is_told_with_its_cause_in_the_last_line(holdfast: Holdfast) -> None:
     ended = holdfast.run("--nproc-per-node=2", holdfast.script(BOOM))
     assert ended.code == 1
@@ -87,6 +94,7 @@ def test_failure_is_told_with_its_cause_in_the_last_line(holdfast: Holdfast) -> 
     assert len(ended.own) == 1, "only what was started, and the report itself"
 
 
+@proves("failures.last-line-report-real", "cli.exit-code-shows-happened")
 @pytest.mark.parametrize(
     ("source", "cause"),
     [
@@ -103,6 +111,7 @@ def test_every_way_to_fail_is_exit_code_1(holdfast: Holdfast, source: str, cause
     assert ended.last.startswith(f"Cause: {cause}"), str(ended)
 
 
+@proves("failures.evidence-complete-run-over")
 def test_what_a_dying_worker_said_is_in_the_report(holdfast: Holdfast) -> None:
     ended = holdfast.run(*("--no-python", "bash", "-c", "echo looking for data >&2; echo there is none >&2; exit 4"))
     assert ended.code == 1
@@ -110,6 +119,7 @@ def test_what_a_dying_worker_said_is_in_the_report(holdfast: Holdfast) -> None:
     assert re.fullmatch(r"Cause: rank 0 exited with code 4 \(pid \d+\): there is none", ended.last)
 
 
+@proves("restarts.logs-cause-delay-whether")
 def test_success_after_a_restart(holdfast: Holdfast) -> None:
     ended = holdfast.run("--nproc-per-node=2", "--max-restarts=2", holdfast.script(FAIL_ONCE))
     assert ended.code == 0, str(ended)
@@ -126,6 +136,7 @@ def test_success_after_a_restart(holdfast: Holdfast) -> None:
 EXHAUSTED = "no restart: the 2 allowed restarts are used up"
 
 
+@proves("restarts.logs-cause-delay-whether", "failures.report-shows-traceback-once")
 def test_every_restart_is_told_with_its_cause(holdfast: Holdfast) -> None:
     ended = holdfast.run("--max-restarts=2", holdfast.script("import sys; sys.exit(9)"))
     assert ended.code == 1
@@ -138,6 +149,7 @@ def test_every_restart_is_told_with_its_cause(holdfast: Holdfast) -> None:
     assert ended.last.startswith("Cause: rank 0 exited with code 9")
 
 
+@proves("restarts.logs-cause-delay-whether")
 def test_a_restart_that_is_not_counted_is_told_with_its_cause(holdfast: Holdfast) -> None:
     """Also if no other restart is allowed: a run that restarts for ever must say why."""
     script = holdfast.script("import os, sys; sys.exit(5 if os.environ['HOLDFAST_ROUND'] == '1' else 9)")
@@ -147,6 +159,7 @@ def test_a_restart_that_is_not_counted_is_told_with_its_cause(holdfast: Holdfast
     assert ended.last.startswith("Cause: rank 0 exited with code 9")
 
 
+@proves("failures.blames-peer-closed-connection")
 def test_a_rank_that_finished_early_is_mentioned(holdfast: Holdfast) -> None:
     """It looks like a success; the peers report that it has closed the connection."""
     script = holdfast.script("""
@@ -169,6 +182,7 @@ def test_a_rank_that_finished_early_is_mentioned(holdfast: Holdfast) -> None:
 # --- what is executed -----------------------------------------------------------------------------------------
 
 
+@proves("workers.python-run-modules-shell")
 def test_module(holdfast: Holdfast) -> None:
     package = holdfast.directory / "pkg"
     package.mkdir()
@@ -179,6 +193,7 @@ def test_module(holdfast: Holdfast) -> None:
     assert worker["name"] == "__main__"
 
 
+@proves("workers.python-run-modules-shell")
 def test_bash_script(holdfast: Holdfast) -> None:
     script = holdfast.script('#!/bin/bash\necho "rank $RANK of $WORLD_SIZE: $*"', "job.sh", executable=True)
     ended = holdfast.run("--nproc-per-node=2", "--no-python", f"./{script}", "a b", "-c")
@@ -186,6 +201,7 @@ def test_bash_script(holdfast: Holdfast) -> None:
     assert ended.own[0].startswith("holdfast: started 2 workers of job.sh (")
 
 
+@promise("workers.run-run-path-script: A run with `--run-path` and a script that calls `sys.exit()` ends normally.")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.parametrize(
     ("ending", "cause"),
@@ -213,6 +229,7 @@ def test_run_path_imports_from_the_scripts_directory(holdfast: Holdfast) -> None
     assert (ended.code, ended.out) == (0, "beside the script\n")
 
 
+@proves("workers.python-run-modules-shell")
 def test_another_interpreter(holdfast: Holdfast) -> None:
     other = holdfast.directory / "python3"
     other.symlink_to(sys.executable)
@@ -225,6 +242,8 @@ def test_another_interpreter(holdfast: Holdfast) -> None:
     assert ended.last.startswith("Cause: rank 0 failed: ValueError: boom")
 
 
+@promise("""workers.agent-interpreter-starts-byte: A worker of the agent's own interpreter starts from byte code, also
+    if no byte code can be written (`PYTHONDONTWRITEBYTECODE`, a read-only installation).""")
 def test_workers_start_from_byte_code(holdfast: Holdfast, tmp_path: Path) -> None:
     """Also without a cache: a copy of holdfast that was never compiled, which must not write any byte code."""
     shutil.copytree(PACKAGE, tmp_path / "copy" / "holdfast", ignore=shutil.ignore_patterns("__pycache__"))
@@ -250,6 +269,7 @@ def test_workers_start_from_byte_code(holdfast: Holdfast, tmp_path: Path) -> Non
     }
 
 
+@promise("cli.script-reads-program-stdin: `-` as the script reads the program from stdin, for one worker.")
 def test_a_program_from_stdin(holdfast: Holdfast) -> None:
     program = holdfast.directory / "program"
     program.write_text("import os, sys; print(os.environ['WORLD_SIZE'], sys.argv)")
@@ -313,6 +333,7 @@ EXPECTED = {
 }
 
 
+@proves("ranks.environment-real-workers-complete")
 def test_the_environment_of_the_workers(holdfast: Holdfast) -> None:
     workers = facts(holdfast.run("--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=mine", holdfast.script(SHOW)))
     for rank, worker in enumerate(workers):
@@ -343,6 +364,7 @@ def test_static_tells_workers_what_the_user_wrote(
     assert (worker["env"]["MASTER_ADDR"], worker["env"]["MASTER_PORT"]) == (address, port)
 
 
+@proves("rendezvous.static-nodes-coordinator-port")
 def test_one_of_two_static_nodes_by_itself(holdfast: Holdfast) -> None:
     options = ["--nnodes=2", "--node-rank=1", "--nproc-per-node=2", "--rdzv-conf=coordinator_port=off"]
     workers = facts(holdfast.run(*options, holdfast.script(SHOW)))
@@ -370,6 +392,7 @@ def tree(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
+@proves("output.redirected-tee-filtered-real")
 def test_the_layout_of_the_log_dir(holdfast: Holdfast) -> None:
     options = ["--log-dir", "logs/of/today", "--rdzv-id=my/run", "-r", "3", "--nproc-per-node=2", "--max-restarts=1"]
     ended = holdfast.run(*options, holdfast.script(FAIL_ONCE))
@@ -405,6 +428,7 @@ def logs_of(holdfast: Holdfast) -> dict[str, str]:
     return {name.removeprefix("attempt_0/"): text for name, text in tree(run).items()}
 
 
+@proves("output.redirected-tee-filtered-real")
 @pytest.mark.parametrize(
     ("options", "out", "err", "files"),
     [
@@ -449,6 +473,7 @@ def test_duplicate_filters(holdfast: Holdfast) -> None:
     assert len(files["0/stdout.log"].splitlines()) == 4
 
 
+@proves("output.filter-stream-tee-effect")
 @pytest.mark.parametrize("log_dir", ["logs", "/dev/null"])
 def test_filters_without_tee_are_said_to_be_useless(holdfast: Holdfast, log_dir: str) -> None:
     script = holdfast.script("import os; exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
@@ -467,6 +492,8 @@ def test_no_logs_at_all(holdfast: Holdfast) -> None:
     assert told(holdfast.run("--log-dir=/dev/null", holdfast.script(SHOW)), "TORCHELASTIC_ERROR_FILE") == [""]
 
 
+@promise("""failures.launcher-error-file-gets: The launcher's own error file gets the root cause, whatever evidence the
+    worker left, and the launcher's own errors.""")
 def test_the_launchers_own_error_file_gets_the_root_cause(holdfast: Holdfast) -> None:
     own = holdfast.directory / "own.json"
     ended = holdfast.run("--nproc-per-node=2", holdfast.script(BOOM), env={"TORCHELASTIC_ERROR_FILE": str(own)})
@@ -477,6 +504,7 @@ def test_the_launchers_own_error_file_gets_the_root_cause(holdfast: Holdfast) ->
     assert int(message["extraInfo"]["timestamp"]) > 0
 
 
+@proves("failures.launcher-error-file-gets")
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
@@ -496,6 +524,7 @@ def test_the_launchers_own_error_file_gets_the_cause_of_a_worker_that_left_none(
     assert ended.last == f"Cause: {message['message']}"
 
 
+@proves("failures.launcher-error-file-gets")
 def test_the_launchers_own_error_file_tells_of_its_own_errors(holdfast: Holdfast) -> None:
     own = holdfast.directory / "own.json"
     ended = holdfast.run("nothing.py", env={"TORCHELASTIC_ERROR_FILE": str(own)})
@@ -503,6 +532,7 @@ def test_the_launchers_own_error_file_tells_of_its_own_errors(holdfast: Holdfast
     assert json.loads(own.read_text())["message"]["message"] == "UserError: script 'nothing.py' does not exist"
 
 
+@proves("ownership.processes-worker-leaves-behind")
 def test_grandchildren_go_with_their_worker(holdfast: Holdfast) -> None:
     """The check for processes that are left is part of every run; here there would be one."""
     script = holdfast.script("""

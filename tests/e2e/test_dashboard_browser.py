@@ -19,6 +19,7 @@ from holdfast.observe.dashboard.access import Access
 from tests import dashboard_stage, dashboards, nodes, support
 from tests.dashboard_stage import StandIn
 from tests.nodes import Scene
+from tests.promises import promise, proves
 
 WAIT_MS = 60_000
 TOKEN = "a-token-for-tests-only-0123456789"
@@ -88,6 +89,7 @@ def worker_pid(page: Any, rank: int) -> int:
     return int(found[1])
 
 
+@proves("dashboard.page-shows-run-sentence")
 def test_a_job_from_its_start_to_its_stop(scene: Scene, page: Any) -> None:
     url = start_two(scene, "--max-restarts", "3", "--dashboard-linger", "10")
     page.goto(url)
@@ -136,6 +138,7 @@ def test_a_job_from_its_start_to_its_stop(scene: Scene, page: Any) -> None:
     assert scene.ended() == {"a": 94, "b": 94}
 
 
+@proves("dashboard.end-run-last-state")
 def test_the_report_of_a_failure_stays_on_the_page(scene: Scene, page: Any) -> None:
     page.goto(start_two(scene, "--dashboard-linger", "10"))
     await_text(page, "#sentence", r"^All 4 workers are running\.$")
@@ -150,6 +153,7 @@ def test_the_report_of_a_failure_stays_on_the_page(scene: Scene, page: Any) -> N
     assert scene.ended() == {"a": 1, "b": 1}
 
 
+@promise("dashboard.log-lines-host-names: Log lines, host names and causes stay text, whatever is in them.")
 def test_hostile_names_and_lines_stay_text(page: Any) -> None:
     run = StandIn(2, 2, name=HOSTILE + "{}")
     run.name, run.round, run.causes, run.log = HOSTILE, 2, [HOSTILE, ""], f"{HOSTILE}\n\x1b[31mred\x1b[0m\n"
@@ -166,6 +170,7 @@ def test_hostile_names_and_lines_stay_text(page: Any) -> None:
         assert page.locator("script").count() == 1
 
 
+@proves("dashboard.signal-ends-open-pages")
 def test_a_connection_that_is_lost_and_found(page: Any) -> None:
     with dashboard_stage.stage(StandIn(2, 2)) as stage:
         page.goto(stage.url)
@@ -220,6 +225,7 @@ def other_site() -> Iterator[str]:
     server.server_close()
 
 
+@proves("dashboard.pages-sites-requests-names")
 def test_the_page_of_another_site_posts_and_nothing_happens(
     page: Any, other_site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +253,8 @@ def test_the_page_of_another_site_posts_and_nothing_happens(
     page.wrong = [each for each in page.wrong if not re.search("40[34]|CORS|ERR_", each)]
 
 
+@promise("""dashboard.fits-360-pixels-dark: It fits into 360 pixels, is dark or light as the browser is, and shows 4,000
+    workers. Only what has changed is sent.""")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (24, 4), (500, 8)])
 def test_it_fits_into_360_pixels(scheme: str, shape: tuple[int, int]) -> None:
@@ -273,6 +281,7 @@ def test_it_fits_into_360_pixels(scheme: str, shape: tuple[int, int]) -> None:
         assert (ground == "rgb(245, 246, 248)") == (scheme == "light")
 
 
+@proves("dashboard.fits-360-pixels-dark")
 def test_four_thousand_workers(page: Any) -> None:
     run = StandIn(500, 8)
     with dashboard_stage.stage(run) as stage:
@@ -289,6 +298,9 @@ def test_four_thousand_workers(page: Any) -> None:
         assert len(stage.dashboard._last_change) < 5000, "only what differs is sent"
 
 
+@promise("""dashboard.many-pages-cost-run: Many pages cost the run what one costs, and none costs nothing. Pages, logs
+    and connections are counted, and a page that does not read holds up no other. Connections without the key cannot
+    lock the owner out: a request head has a deadline, and the oldest connection without a request makes room.""")
 def test_many_browsers_cost_the_run_what_one_costs(page: Any) -> None:
     run = StandIn(2, 2)
     with dashboard_stage.stage(run) as stage:

@@ -13,6 +13,7 @@ import pytest
 from tests import support
 from tests.e2e.command import Holdfast
 from tests.engines import DEADLINE_S, Engine, Engines, agent_of
+from tests.promises import promise, proves
 from tests.support import Mailbox
 
 
@@ -31,6 +32,12 @@ def engine(
         yield made
 
 
+@promise("""ssh.line-host-lost-torn: No line of any host is lost or torn. A terminal shows the same line of all hosts
+    once, and so are the agents' own words.""")
+@promise("""engines.submit-slurm-shows-job: `holdfast submit slurm` shows the job's output and ends with its exit code.
+    With `--detach` it prints the id.""")
+@promise("""ray.submit-starts-agent-node: `holdfast submit ray` starts one agent on each node of a Ray cluster, up to
+    the maximum. All output arrives whole at the command, with its node and rank, and the exit code is the job's.""")
 def test_success(engine: Engine) -> None:
     """Every line arrives whole, with its node and rank, also one that is very long."""
     what = ("lines",) if engine.keeps_lines_whole else ()
@@ -50,6 +57,8 @@ def test_success(engine: Engine) -> None:
     assert engine.files_left() == []
 
 
+@promise("ssh.failed-run-prints-report: A failed run prints one report, and the exit code is the run's.")
+@proves("engines.real-slurm-two-nodes", "engines.submit-slurm-shows-job", "ray.failure-followed-restart-failed")
 def test_failure(engine: Engine) -> None:
     ended = engine.ended(engine.work("fail", "wait"))
     assert ended.code == 1, str(ended)
@@ -59,6 +68,9 @@ def test_failure(engine: Engine) -> None:
     assert re.search(r"^Cause: rank 1 failed: RuntimeError: the disk is on fire \(exit code 1", said, re.MULTILINE)
 
 
+@promise("""ray.failure-followed-restart-failed: A failure is followed by a restart, and a failed job prints one report
+    (on Slurm one for each node).""")
+@proves("engines.real-slurm-two-nodes")
 def test_a_failure_is_followed_by_a_restart(engine: Engine) -> None:
     engine.done.touch()
     ended = engine.ended(engine.work("fail once", "wait", options=("--nnodes=2", "--max-restarts=1")))
@@ -67,6 +79,7 @@ def test_a_failure_is_followed_by_a_restart(engine: Engine) -> None:
     assert len([line for line in ended.lines if line.endswith(":1] done 1")]) == 1
 
 
+@proves("ssh.signals-reach-workers-hosts", "engines.scancel-stops-job-grace", "ray.sigterm-ctrl-command-end")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_the_command(engine: Engine, number: signal.Signals) -> None:
     """The workers are stopped with grace, and nothing is left."""
@@ -80,6 +93,9 @@ def test_a_signal_at_the_command(engine: Engine, number: signal.Signals) -> None
     assert engine.files_left() == []
 
 
+@promise("""engines.agent-killed-leaves-elastic: An agent that is killed leaves an elastic run; a step of a fixed size
+    ends.""")
+@proves("ssh.host-agent-killed-network")
 def test_the_agent_of_a_node_is_killed(engine: Engine) -> None:
     """The run goes on without it, or with another one in its place."""
     running = engine.work("wait", options=("--nnodes=1:2", "--last-call=1s"))
@@ -93,6 +109,10 @@ def test_the_agent_of_a_node_is_killed(engine: Engine) -> None:
     assert [line for line in ended.lines if line.endswith(":0] done 0")]
 
 
+@promise("ssh.console-takes-more-holds: A console that takes no more holds up no signal and no connection.")
+@promise("""ray.sigterm-ctrl-command-end: SIGTERM and Ctrl-C at the command end the job in order on all nodes, in
+    bounded time, also if its output is not read.""")
+@proves("engines.signal-job-being-submitted")
 def test_a_console_that_is_not_read(engine: Engine) -> None:
     """The workers wait, as they do at a console of their own. The job can be stopped all the same."""
     reader, writer = os.pipe()
@@ -107,6 +127,10 @@ def test_a_console_that_is_not_read(engine: Engine) -> None:
         os.close(writer)
 
 
+@promise("""ssh.command-killed-stands-cut: When the command is killed, stands still, or is cut off from its hosts, the
+    agents end their workers and themselves.""")
+@promise("""ray.command-killed-agent-worker: If the command is killed, no agent, worker, coordinator or file of it is
+    left.""")
 def test_the_command_is_killed(engine: Engine) -> None:
     running = engine.work("wait")
     pids = engine.pids(2)

@@ -13,6 +13,7 @@ from tests import support
 from tests.certificates import make_certificates
 from tests.e2e.command import Holdfast
 from tests.guarded_etcd import etcd_with_tls, etcd_with_users
+from tests.promises import promise, proves
 
 SCRIPT = "import os, sys; sys.stdout.write('{RANK} {WORLD_SIZE}\\n'.format(**os.environ))\n"
 
@@ -33,6 +34,8 @@ def run_on(endpoint: str, *options: str, backend: str = "etcd") -> list[str]:
     return [*place, "--nproc-per-node", "2", *options, "x.py"]
 
 
+@promise("""etcd-runs.several-endpoints-users: Several endpoints, users and passwords, TLS and prefixes work from the
+    command line.""")
 def test_several_endpoints_and_settings(holdfast: Holdfast, cluster: EtcdCluster) -> None:
     endpoints = ",".join([f"127.0.0.1:{support.free_port()}", *cluster.endpoints])
     conf = "prefix=/team/a,close_linger=1,heartbeat=1,leader_lease=10"
@@ -45,6 +48,7 @@ def test_several_endpoints_and_settings(holdfast: Holdfast, cluster: EtcdCluster
         assert [client.get(key) for key in keys_of("/team/a", "run")] == [None, None]
 
 
+@proves("etcd-runs.several-endpoints-users")
 def test_tls_options(holdfast: Holdfast, tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     with etcd_with_tls(made) as server:
@@ -56,6 +60,7 @@ def test_tls_options(holdfast: Holdfast, tmp_path: Path) -> None:
     assert "CERTIFICATE_VERIFY_FAILED" in refused.last
 
 
+@proves("etcd-runs.several-endpoints-users")
 def test_a_user_and_a_password(holdfast: Holdfast) -> None:
     support.write_secret(holdfast.directory / "password", "secret\n")
     with etcd_with_users() as server:
@@ -66,6 +71,7 @@ def test_a_user_and_a_password(holdfast: Holdfast) -> None:
     assert "authentication failed" in refused.last
 
 
+@proves("etcd-runs.unreachable-etcd-reported")
 def test_nobody_listens(holdfast: Holdfast) -> None:
     endpoint = f"127.0.0.1:{support.free_port()}"
     ended = holdfast.run(*run_on(endpoint, "--join-timeout", "5s", "--rdzv-conf", "lease=2"))
@@ -81,6 +87,7 @@ def test_the_reason_is_known_before_a_short_patience_ends(holdfast: Holdfast) ->
     assert ended.last.endswith(f"{endpoint}: connection refused"), str(ended)
 
 
+@proves("etcd-runs.mistake-causes-clear-line")
 @pytest.mark.parametrize(
     ("endpoint", "options", "words"),
     [

@@ -12,6 +12,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast, ends_of
+from tests.promises import promise, proves
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 JOB = """
@@ -58,6 +59,7 @@ def run(holdfast: Holdfast, *words: str, options: tuple[str, ...] = ()) -> tuple
     return ended, events
 
 
+@proves("failures.events-file-json-line")
 def test_a_run_with_a_restart(holdfast: Holdfast) -> None:
     ended, events = run(holdfast, "exit", "go", options=("--max-restarts", "1"))
     assert ended.code == 0, str(ended)
@@ -75,6 +77,8 @@ def test_a_run_with_a_restart(holdfast: Holdfast) -> None:
     assert (events[-1]["state"], events[-1]["cause"]) == ("succeeded", None)
 
 
+@promise("""failures.failed-run-never-ends: A failed run never ends with the event of a success, in the events file and
+    for `--event-log-handler`.""")
 def test_a_failed_run_never_ends_with_success(holdfast: Holdfast) -> None:
     ended, events = run(holdfast, "exit", "wait", options=("--event-log-handler", "console"))
     assert ended.code == 1
@@ -87,12 +91,14 @@ def test_a_failed_run_never_ends_with_success(holdfast: Holdfast) -> None:
     assert "torchelastic.worker.status.SUCCEEDED" not in old
 
 
+@proves("failures.events-file-json-line")
 def test_a_hang(holdfast: Holdfast) -> None:
     _, events = run(holdfast, "wait", "wait", options=("--hang-timeout", "0.5"))
     assert [each["event"] for each in events][3:] == ["hung", "stopped", "joined", "ended"]
     assert "hung: no output" in events[3]["cause"]
 
 
+@proves("failures.events-file-json-line")
 def test_progress(holdfast: Holdfast) -> None:
     """That of the last moment is told, too, and of no rank that has made none."""
     job = "import holdfast, os, sys\nif os.environ['RANK'] == '1':\n    holdfast.progress(41)\n    sys.exit(7)\n"
@@ -106,6 +112,7 @@ def test_progress(holdfast: Holdfast) -> None:
     assert worker["age_s"] >= 0
 
 
+@proves("failures.events-file-json-line")
 @pytest.mark.parametrize(("is_closed", "state", "reason"), [(False, "left", "SIGTERM"), (True, "closed", "enough")])
 def test_a_signal_and_a_stop(holdfast: Holdfast, is_closed: bool, state: str, reason: str) -> None:
     holdfast.script(JOB)
@@ -123,6 +130,7 @@ def test_a_signal_and_a_stop(holdfast: Holdfast, is_closed: bool, state: str, re
     assert (last["event"], last["state"], last["reason"]) == ("ended", state, reason)
 
 
+@proves("failures.events-file-json-line")
 def test_two_nodes_share_a_file(holdfast: Holdfast) -> None:
     holdfast.script(JOB)
     place = ("--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{support.free_port()}", "--nnodes", "2")
@@ -136,6 +144,7 @@ def test_two_nodes_share_a_file(holdfast: Holdfast) -> None:
     assert [each["rank"] for each in events if each["event"] == "failed"] == [1]
 
 
+@proves("failures.events-file-json-line")
 def test_a_node_that_is_refused(holdfast: Holdfast) -> None:
     holdfast.script(JOB)
     nowhere = ("--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{support.free_port()}", "--nnodes", "2")
@@ -146,6 +155,8 @@ def test_a_node_that_is_refused(holdfast: Holdfast) -> None:
     assert events[-1]["state"] == "error"
 
 
+@promise("""failures.full-disk-reader-read: A full disk, or a reader that does not read, loses events with one warning,
+    and touches and delays nothing else. A file that cannot exist is an error before anything starts.""")
 def test_a_full_disk_loses_events_and_nothing_else(holdfast: Holdfast, small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(b"x" * ((256 << 10) - 4096))
     holdfast.script(JOB)

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.process.workers.device_memory import relevant
 from tests.e2e.command import Ended, Holdfast
+from tests.promises import promise, proves
 
 FAKE = """
 import os, time
@@ -67,6 +68,9 @@ def run(holdfast: Holdfast, mode: str, wait: str = "20s") -> Ended:
     return holdfast.run(*options, holdfast.script(JOB), env=env)
 
 
+@promise("""restarts.wait-gpu-memory-waits: With `--wait-for-gpu-memory` a restart waits until NVML lists no process of
+    the last round on its devices, at most as long as you say. Signals act meanwhile. Without NVML the option is
+    refused.""")
 @pytest.mark.parametrize("mode", ["free", "late"])
 def test_the_workers_start_when_the_memory_is_free(holdfast: Holdfast, mode: str) -> None:
     ended = run(holdfast, mode)
@@ -75,6 +79,7 @@ def test_the_workers_start_when_the_memory_is_free(holdfast: Holdfast, mode: str
     assert ("free after 0.0 s" in ended.err) == (mode == "free")
 
 
+@proves("restarts.wait-gpu-memory-waits")
 def test_the_wait_ends_and_names_what_holds_the_memory(holdfast: Holdfast) -> None:
     ended = run(holdfast, "never", "0.4s")
     assert ended.code == 0, str(ended)
@@ -82,12 +87,14 @@ def test_the_wait_ends_and_names_what_holds_the_memory(holdfast: Holdfast) -> No
     assert f"after 0.4 s processes of the last round still hold GPU memory (device 1: {pid})" in ended.err
 
 
+@proves("restarts.wait-gpu-memory-waits")
 def test_a_device_that_cannot_be_asked_delays_nothing(holdfast: Holdfast) -> None:
     ended = run(holdfast, "broken")
     assert ended.code == 0, str(ended)
     assert "--wait-for-gpu-memory: NVMLError: GPU is lost; the workers start without waiting" in ended.err
 
 
+@proves("restarts.wait-gpu-memory-waits")
 def test_without_nvml_the_option_is_refused(holdfast: Holdfast) -> None:
     ended = run(holdfast, "unusable")
     assert ended.code == 1

@@ -17,6 +17,7 @@ from holdfast.observe import ask
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast
 from tests.e2e.terminal import terminal
+from tests.promises import promise, proves
 
 EXAMPLE = str(Path(__file__).parent.parent.parent / "examples" / "hang.py")
 
@@ -36,6 +37,7 @@ def stacks_file(holdfast: Holdfast, attempt: int = 0) -> str:
 # Three ways to hang.
 
 
+@proves("hangs.detects-job-names-worker")
 @pytest.mark.parametrize(
     ("how", "where"),
     [
@@ -77,6 +79,7 @@ dist.destroy_process_group()
 """
 
 
+@proves("hangs.detects-job-names-worker")
 def test_a_collective_that_one_rank_never_enters(holdfast: Holdfast) -> None:
     """The import of torch takes its time; what it may take is the start timeout's business."""
     support.leave_to_test_all("a long job of torch")
@@ -92,6 +95,9 @@ def test_a_collective_that_one_rank_never_enters(holdfast: Holdfast) -> None:
     assert "c10d::Work::wait" in stacks_file(holdfast), "native frames"
 
 
+@promise("""hangs.detects-job-names-worker: holdfast detects a job that hangs, names the worker that stands out first
+    and as the cause, restarts the job, and the job finishes: a lock, a worker stopped with SIGSTOP, a collective that
+    one rank never enters, uninterruptible sleep.""")
 def test_a_worker_in_uninterruptible_sleep(holdfast: Holdfast) -> None:
     """The parent of a vfork is in it until its child executes something, and this one never does."""
     script = holdfast.script("""
@@ -109,6 +115,8 @@ def test_a_worker_in_uninterruptible_sleep(holdfast: Holdfast) -> None:
     assert "it was in uninterruptible sleep in the kernel, " in own_words(ended)
 
 
+@promise("""hangs.restarts-left-report-stack: Without restarts left the report has the stack, the file with all stacks,
+    and the cause as its last line.""")
 def test_a_run_without_restarts_ends_with_the_cause(holdfast: Holdfast) -> None:
     ended = holdfast.run(*COMMON, "--nproc-per-node=4", "--hang-timeout=2s", EXAMPLE, "lock")
     assert ended.code == 1
@@ -118,6 +126,7 @@ def test_a_run_without_restarts_ends_with_the_cause(holdfast: Holdfast) -> None:
     assert "    save_checkpoint (" in ended.err
 
 
+@promise("hangs.restart-policy-name-fatal: In the restart policy hangs have the name `hang`, as fatal or uncounted.")
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
@@ -174,6 +183,9 @@ HUNG = {
 }
 
 
+@promise("hangs.worker-spins-hung-processor: A worker that spins is hung unless processor time counts.")
+@promise("hangs.worker-finished-hung-remaining: A worker that has finished is not hung. The remaining ones may be.")
+@proves("hangs.timeout-fires-time-silence")
 @pytest.mark.parametrize(("source", "options", "cause"), HUNG.values(), ids=HUNG)
 def test_which_jobs_hang(holdfast: Holdfast, source: str, options: tuple[str, ...], cause: str) -> None:
     ended = holdfast.run(*COMMON, *options, holdfast.script(source))
@@ -181,6 +193,8 @@ def test_which_jobs_hang(holdfast: Holdfast, source: str, options: tuple[str, ..
     assert re.match(f"Cause: {cause}", ended.last), ended.last
 
 
+@promise("""hangs.program-python-watched-well: A program that is not Python is watched as well. For a shell around
+    Python, the stacks of the Python process are shown.""")
 def test_a_shell_around_python_shows_the_python(holdfast: Holdfast) -> None:
     holdfast.script("import time\ntime.sleep(600)\n", "inner.py")
     script = holdfast.script('#!/bin/sh\n"$PYTHON" inner.py\ntrue\n', "job.sh", executable=True)
@@ -209,6 +223,9 @@ HEALTHY = {
 }
 
 
+@promise("""hangs.movement-chosen-signal-keeps: Any movement of a chosen signal keeps a job alive: output on either
+    stream, to the console, to files or to /dev/null, a matching line, I/O, processor time, `holdfast.progress()`.""")
+@proves("hangs.worker-spins-hung-processor")
 @pytest.mark.parametrize("names", [list(HEALTHY)[first::3] for first in range(3)], ids=", ".join)
 def test_jobs_that_move_are_left_alone(holdfast: Holdfast, names: list[str]) -> None:
     """Each longer than the limit, and several side by side."""
@@ -236,6 +253,7 @@ def test_jobs_that_move_are_left_alone(holdfast: Holdfast, names: list[str]) -> 
         assert "hang" not in own_words(ended), f"{name}: {ended}"
 
 
+@proves("hangs.failure-watch-ends-healthy")
 def test_an_agent_that_was_stopped_blames_nobody(holdfast: Holdfast) -> None:
     """Nobody passed the workers' output on meanwhile."""
     script = holdfast.script("""
@@ -256,6 +274,7 @@ def test_an_agent_that_was_stopped_blames_nobody(holdfast: Holdfast) -> None:
     assert "hang" not in own_words(ended)
 
 
+@proves("hangs.failure-watch-ends-healthy")
 def test_a_console_that_blocks_is_not_the_workers_fault(holdfast: Holdfast) -> None:
     """As after Ctrl-S: everybody who writes waits for the reader."""
     script = holdfast.script("""
@@ -276,6 +295,9 @@ def test_a_console_that_blocks_is_not_the_workers_fault(holdfast: Holdfast) -> N
     assert "hang" not in own_words(ended)
 
 
+@promise("""hangs.failure-watch-ends-healthy: No failure of the watch ends a healthy job: an error in it, unreadable
+    counters, a pattern that never matches or takes too long, an agent that was frozen, a blocked console, a worker at a
+    prompt of the terminal (`breakpoint()`), a group that moves while its stacks are taken.""")
 def test_a_worker_at_a_prompt_is_not_hung(holdfast: Holdfast) -> None:
     script = holdfast.script("breakpoint()\nprint('worked')")
     bounds = ("--hang-timeout=1s", "--start-timeout=1s", "--progress-signals=output")
@@ -294,6 +316,8 @@ def test_a_worker_at_a_prompt_is_not_hung(holdfast: Holdfast) -> None:
 # Many nodes.
 
 
+@promise("""hangs.several-nodes-node-takes: On several nodes every node takes stacks, whether it watches or not, and the
+    cause is the worker that stands out, on any node.""")
 def test_on_two_nodes_each_takes_stacks_and_all_name_the_one(holdfast: Holdfast) -> None:
     """The second node does not watch; it hears of the hang, and has the worker that is to blame."""
     endpoint = f"127.0.0.1:{support.free_port()}"
@@ -325,6 +349,8 @@ def stacks(holdfast: Holdfast, *args: str) -> Ended:
     return replace(running.so_far(), code=code)
 
 
+@promise("""hangs.stacks-prints-stacks-demand: `holdfast stacks` prints the same stacks on demand, of all nodes of a run
+    or of one rank, by run or by agent, and stops nothing. If it finds no run, it says so in one clear line.""")
 @pytest.mark.parametrize("start_method", ["script", "fork"])
 def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_method: str) -> None:
     script = holdfast.script("""
@@ -361,6 +387,9 @@ def test_stacks_on_demand_and_nothing_is_stopped(holdfast: Holdfast, start_metho
     assert run.wait().code == 143
 
 
+@promise("""hangs.stacks-shows-agents-run: `holdfast stacks` shows the agents of one run side by side, and names an
+    agent that does not answer.""")
+@proves("status.agent-phase-round-place")
 def test_the_agents_of_one_run_are_shown_side_by_side(holdfast: Holdfast) -> None:
     script = holdfast.script("print('here', flush=True); import time; time.sleep(600)")
     name = f"two-{uuid.uuid4().hex}"

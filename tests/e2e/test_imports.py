@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.e2e.command import PACKAGE, clean_environment
+from tests.promises import promise, proves
 
 # Loaded by the agent of `holdfast run --standalone script.py` before its workers are started.
 AGENT = """
@@ -64,6 +65,8 @@ def modules_of(code: str, *flags: str, directory: Path) -> list[set[str]]:
     ]
 
 
+@promise("""project.standalone-run-loads-modules: A standalone run loads only the modules on a list, in the agent and in
+    the spawner.""")
 def test_what_the_agent_of_a_standalone_run_loads(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("")
     at_start, later = modules_of(_AGENT, directory=tmp_path)
@@ -71,6 +74,7 @@ def test_what_the_agent_of_a_standalone_run_loads(tmp_path: Path) -> None:
     assert later - {*LATER.split()} == set()
 
 
+@proves("project.standalone-run-loads-modules")
 def test_what_the_spawner_loads(tmp_path: Path) -> None:
     (loaded,) = modules_of(_SPAWNER, "-I", "-S", directory=tmp_path)
     assert loaded - {*SPAWNER.split()} == set()

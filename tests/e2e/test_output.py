@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.command import Holdfast
 from tests.e2e.terminal import on_terminal, terminal
+from tests.promises import promise, proves
 
 FAIL = "import sys; sys.stderr.write('worker speaks\\n'); sys.exit(3)"
 FAIL_ONCE = """
@@ -23,11 +24,13 @@ ESCAPE = "\033["
 # --- how much holdfast says -----------------------------------------------------------------------------------
 
 
+@proves("output.stdout-belongs-workers-prints")
 def test_quiet_success_says_nothing(holdfast: Holdfast) -> None:
     ended = holdfast.run("-q", "--nproc-per-node=2", holdfast.script("import sys; sys.stdout.write('x\\n')"))
     assert (ended.code, ended.out, ended.err) == (0, "x\nx\n", "")
 
 
+@proves("output.stdout-belongs-workers-prints")
 def test_quiet_failure_says_only_the_report(holdfast: Holdfast) -> None:
     ended = holdfast.run("-q", "--max-restarts=1", holdfast.script(FAIL))
     assert ended.code == 1
@@ -39,6 +42,8 @@ def test_quiet_failure_says_only_the_report(holdfast: Holdfast) -> None:
     assert ended.last.startswith("Cause: rank 0 exited with code 3")
 
 
+@promise("""output.lines-continue-line-worker: holdfast's own lines do not continue a line that a worker left
+    unfinished.""")
 @pytest.mark.parametrize("options", [(), ("--tee=3",)])
 def test_holdfasts_own_lines_begin_a_new_line(holdfast: Holdfast, options: tuple[str, ...]) -> None:
     """A worker may have left one unfinished."""
@@ -50,6 +55,8 @@ def test_holdfasts_own_lines_begin_a_new_line(holdfast: Holdfast, options: tuple
     assert [line for line in lines if "holdfast:" in line and not line.startswith("holdfast:")] == []
 
 
+@promise("""output.stdout-belongs-workers-prints: stdout belongs to the workers. With `-q` holdfast prints only errors
+    and the report.""")
 def test_stdout_belongs_to_the_workers(holdfast: Holdfast) -> None:
     ended = holdfast.run("-v", "--max-restarts=1", holdfast.script(FAIL_ONCE))
     assert (ended.code, ended.out) == (0, "done\n")
@@ -75,6 +82,9 @@ ASK = """
 """
 
 
+@promise("""output.terminal-worker-stderr-terminal: On a terminal a worker's stderr is a terminal of the same size, less
+    the columns of the prefix, also after a size change, and nothing is lost at its end. stdout of several workers is
+    one, too.""")
 @pytest.mark.parametrize(
     ("options", "streams", "answer"),
     [

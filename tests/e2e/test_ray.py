@@ -13,6 +13,7 @@ import pytest
 from tests import ray_cluster, support
 from tests.e2e.command import COMMAND, Ended, Holdfast
 from tests.engines import DEADLINE_S, Ray, agent_of
+from tests.promises import promise, proves
 from tests.ray_cluster import Cluster
 from tests.support import Mailbox, survivors, wait_until
 
@@ -36,6 +37,8 @@ def ended(ray: Ray, *args: str) -> Ended:
     return ray.start(*args).wait(DEADLINE_S)
 
 
+@promise("""ray.nodes-adds-join-lost: Nodes that Ray adds join, lost ones leave, and those that come back join again.
+    What is missing is said, and the wait is bounded.""")
 def test_nodes_come_and_go(ray: Ray, cluster: Cluster) -> None:
     """It waits for the first node with a GPU, and goes on with one that comes, without one that is lost, and with it
     again when it is back. Ray gives the agent the GPU."""
@@ -65,6 +68,8 @@ def test_nodes_come_and_go(ray: Ray, cluster: Cluster) -> None:
             cluster.kill(name)
 
 
+@promise("""ray.killed-coordinator-started-workers: A killed coordinator is started again, and the workers keep running.
+    A killed agent is started again, a few times.""")
 def test_a_coordinator_that_is_killed(ray: Ray) -> None:
     """The workers do not notice, and the run ends as usual."""
     job = ray.work("wait")
@@ -79,6 +84,7 @@ def test_a_coordinator_that_is_killed(ray: Ray) -> None:
     assert ray.mailbox.rest() == []
 
 
+@proves("ray.killed-coordinator-started-workers")
 def test_an_agent_that_is_killed_is_started_again(ray: Ray) -> None:
     job = ray.work("wait")
     os.kill(agent_of(ray.pids(2)[1]), signal.SIGKILL)
@@ -89,6 +95,7 @@ def test_an_agent_that_is_killed_is_started_again(ray: Ray) -> None:
     assert any(line.endswith("is lost: its agent was killed; it is started again") for line in end.own)
 
 
+@proves("ray.wrong-input-missing-unreachable")
 def test_nodes_that_cannot_run_the_job(ray: Ray) -> None:
     """What is wrong is said with the name of the node, and the job ends."""
     end = ended(ray, "--nnodes=2", "--log-dir=/proc/nothing", "job.py")
@@ -99,6 +106,7 @@ def test_nodes_that_cannot_run_the_job(ray: Ray) -> None:
     assert end.last.startswith("holdfast submit: error: no agent could be started within 1 s (--join-timeout): 0 of 1 ")
 
 
+@proves("ray.commands-docs-work")
 def test_the_runtime_environment(ray: Ray) -> None:
     script = ray.holdfast.script("""
         import os, sys
@@ -110,6 +118,7 @@ def test_the_runtime_environment(ray: Ray) -> None:
     assert [each.partition("] ")[2] for each in end.lines] == [line] * 2, str(end)
 
 
+@promise("ray.commands-docs-work: The commands of the docs work.")
 def test_the_commands_of_the_docs(ray: Ray, cluster: Cluster) -> None:
     ray.holdfast.script("import os; print(os.environ['WORLD_SIZE'])", "train.py")
     section = _DOCS.read_text().partition("\n## Ray\n")[2].partition("\n## ")[0]
@@ -122,6 +131,8 @@ def test_the_commands_of_the_docs(ray: Ray, cluster: Cluster) -> None:
         assert {line.partition("] ")[2] for line in end.lines} in ({"2"}, {"4"}, {"8"}), str(end)
 
 
+@promise("""ray.head-killed-job-stopped: If Ray's head is killed, the job is stopped, with a clear line and exit code 1,
+    and nothing is left.""")
 def test_the_head_is_killed(ray: Ray, cluster: Cluster) -> None:
     """The last test of this file: no other has a cluster afterwards."""
     job = ray.work("wait")

@@ -19,6 +19,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import Ended, Holdfast, Running, ends_of
+from tests.promises import promise, proves
 
 GOLDEN = Path(__file__).parent / "reports"
 IS_REGENERATING = os.environ.get("HOLDFAST_REGENERATE") == "1"
@@ -103,6 +104,11 @@ def worker_pid(running: Running, rank: int, workers: int = 3) -> int:
     return int(line[1].split(", ")[rank])
 
 
+@promise("""failures.end-failed-run-node: At the end of a failed run every node prints the same report: the first
+    failure of the run with node, rank, host, pid, round, kind and evidence, the other failures in order with equal
+    errors folded, what holdfast stopped, why earlier rounds ended and why there was no further restart, where the logs
+    are, and last the cause. Fourteen kinds of death are kept word for word.""")
+@proves("failures.report-json-log-directory", "output.latest-log-directory-leads")
 def test_exception(one: Any, holdfast: Holdfast) -> None:
     job = "if r == 1 and os.environ['HOLDFAST_ROUND'] == '1':\n    sys.exit(9)\n"
     job += "if r == 1:\n    print('loading', file=sys.stderr)\n    {}['step']\n"
@@ -113,6 +119,7 @@ def test_exception(one: Any, holdfast: Holdfast) -> None:
     assert "loading" in (holdfast.directory / "logs" / "latest" / "1" / "stderr.log").read_text()
 
 
+@proves("failures.end-failed-run-node")
 def test_exception_in_several_ranks_at_once(one: Any) -> None:
     """Each waits for the end of the one before it, so that the order is known."""
     job = """
@@ -133,6 +140,7 @@ raise ValueError(f"rank {r} has no data")
     one("exception_in_several_ranks", job, workers=4)
 
 
+@proves("failures.end-failed-run-node")
 def test_exception_in_one_and_broken_connections_in_its_peers(one: Any) -> None:
     job = """
 import socket, struct
@@ -157,38 +165,46 @@ peer.recv(1)
     one("exception_and_broken_connections", job)
 
 
+@proves("failures.end-failed-run-node")
 def test_exit_with_a_code(one: Any) -> None:
     one("exit_code", "if r == 2:\n    print('no licence', file=sys.stderr)\n    sys.exit(3)\n" + WAITS)
 
 
+@proves("failures.end-failed-run-node")
 def test_segmentation_fault(one: Any) -> None:
     one("segmentation_fault", "if r == 1:\n    import ctypes\n    ctypes.string_at(0)\n" + WAITS)
 
 
+@proves("failures.end-failed-run-node")
 def test_abort(one: Any) -> None:
     job = "if r == 1:\n    print('free(): invalid pointer', file=sys.stderr, flush=True)\n    os.abort()\n"
     one("abort", job + WAITS)
 
 
+@proves("failures.end-failed-run-node")
 def test_killed_from_outside(one: Any) -> None:
     one("killed_from_outside", WAITS, meanwhile=lambda it: os.kill(worker_pid(it, 0), signal.SIGKILL))
 
 
+@proves("failures.end-failed-run-node")
 def test_out_of_memory(one: Any, small_memory: Path) -> None:
     enter = f"open({str(small_memory / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
     one("out_of_memory", "if r == 1:\n    hoard = bytearray(b'x') * (1 << 30)\n" + WAITS, before=enter)
 
 
+@proves("failures.end-failed-run-node")
 def test_hang(one: Any) -> None:
     job = "def wait_for_data():\n    signal.pause()\nif r == 1:\n    wait_for_data()\n"
     one("hang", job + "while True:\n    time.sleep(3600)\n", "--hang-timeout", "1", "--log-dir", "logs")
 
 
+@proves("failures.end-failed-run-node")
 def test_stopped(one: Any) -> None:
     job = "if r == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     one("stopped", job + "while True:\n    time.sleep(3600)\n", "--hang-timeout", "1", "--log-dir", "logs")
 
 
+@proves("failures.end-failed-run-node")
 def test_import_error(one: Any) -> None:
     one("import_error", "import no_such_module_here\n", "--max-restarts", "3", workers=1)
 
@@ -201,6 +217,7 @@ def start_node(holdfast: Holdfast, port: int, *options: str, conf: str = "join_t
     return holdfast.start(*place, "--nproc-per-node", "2", *options, "--rdzv-conf", conf, "job.py", **more)
 
 
+@proves("failures.end-failed-run-node", "failures.node-program-started-missing")
 def test_script_not_found_on_one_node(holdfast: Holdfast) -> None:
     holdfast.script(HEAD + WAITS)
     elsewhere, port = holdfast.directory / "elsewhere", support.free_port()
@@ -212,6 +229,8 @@ def test_script_not_found_on_one_node(holdfast: Holdfast) -> None:
     assert ends[1].own[0] == "holdfast: script 'job.py' does not exist; the other nodes will be told, and the run ends"
 
 
+@promise("""failures.traceback-folded-log-directory: The traceback, the folded failures and the log directory of another
+    node are in the report of every node, and nothing that only one node knows is.""")
 def test_exception_on_another_node(holdfast: Holdfast) -> None:
     """Not one of the fourteen: what one node knows, the other shows, with the log directory and the folded ranks."""
     holdfast.script(HEAD + "if r == 2:\n    raise ValueError('boom')\n" + WAITS)
@@ -226,6 +245,7 @@ def test_exception_on_another_node(holdfast: Holdfast) -> None:
     assert "\nStopped by holdfast, or finished before: ranks 0, 1, 3\n" in text
 
 
+@proves("failures.end-failed-run-node")
 def test_lost_node(holdfast: Holdfast) -> None:
     holdfast.script(HEAD + WAITS)
     port, conf = support.free_port(), "join_timeout=3,heartbeat=0.3,lease=15,drop_timeout=0.9,reconnect_grace=0.3"
@@ -238,6 +258,7 @@ def test_lost_node(holdfast: Holdfast) -> None:
     check("lost_node", holdfast.directory, first.wait())
 
 
+@proves("failures.end-failed-run-node", "failures.report-json-log-directory")
 def test_node_out_of_disk(holdfast: Holdfast, small_disk: Path) -> None:
     """Neither the worker's checkpoint nor the logs nor the report fit on the disk; what is printed is complete."""
     holdfast.script(
@@ -251,6 +272,7 @@ def test_node_out_of_disk(holdfast: Holdfast, small_disk: Path) -> None:
     assert "the report cannot be written to " in ended.err
 
 
+@proves("cli.progress-limit-restarts-row")
 @pytest.mark.parametrize(("steps", "code"), [("5 5 5", 93), ("5 5 6", 0)])
 def test_restarts_without_progress_end_the_run_for_good(holdfast: Holdfast, steps: str, code: int) -> None:
     """Not one of the fourteen. The steps are those of rounds 1, 2 and 3; a further round succeeds."""
@@ -273,6 +295,7 @@ sys.exit(7)
         assert kept["exit_code"] == 93
 
 
+@proves("cli.progress-limit-restarts-row")
 def test_every_node_says_that_the_run_is_not_to_be_started_again(holdfast: Holdfast) -> None:
     """Rank 0 alone tells of its progress, and rank 1 on the other node fails."""
     job = "import holdfast\nif r == 0:\n    holdfast.progress(5)\n    signal.pause()\nsys.exit(7)\n"

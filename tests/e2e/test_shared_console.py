@@ -14,6 +14,7 @@ import pytest
 from tests import support
 from tests.e2e.command import Holdfast
 from tests.e2e.terminal import on_terminal, seen, terminal
+from tests.promises import promise, proves
 from tests.support import Mailbox
 
 COUNT = 2000
@@ -65,6 +66,8 @@ def labelled(shown: str) -> list[tuple[set[int], str]]:
     return found
 
 
+@promise("""output.lines-several-workers-console: Lines of several workers on one console do not tear each other, on
+    stdout, on stderr and on both in one pipe. Each stream keeps its order.""")
 def test_no_line_is_torn_in_a_pipe(holdfast: Holdfast) -> None:
     """stdout and stderr are one pipe, as with `2>&1 |`, and without a prefix."""
     running = holdfast.start(
@@ -81,6 +84,7 @@ def test_no_line_is_torn_in_a_pipe(holdfast: Holdfast) -> None:
             assert_in_order(mine, chatter(rank, stream))
 
 
+@proves("output.terminal-prefixes-line-several")
 def test_the_same_lines_are_folded_on_a_terminal_only(holdfast: Holdfast) -> None:
     script = holdfast.script(
         TOGETHER
@@ -119,6 +123,8 @@ def test_the_same_lines_are_folded_on_a_terminal_only(holdfast: Holdfast) -> Non
         assert f"[default{rank}]:own {rank} 3\r\n" in shown
 
 
+@promise("""output.lines-prefix-tee-several: Lines have a prefix if they are tee'd or if several workers share a
+    terminal; with `--prefix always` all have one, with `--prefix never` none.""")
 @pytest.mark.parametrize(
     ("options", "out"),
     [
@@ -137,6 +143,7 @@ def test_prefixes_in_a_pipe(holdfast: Holdfast, options: list[str], out: str) ->
     assert (ended.code, ended.out) == (0, out)
 
 
+@proves("output.lines-prefix-tee-several")
 @pytest.mark.parametrize(
     ("options", "shown"),
     [
@@ -151,11 +158,14 @@ def test_prefixes_on_a_terminal(holdfast: Holdfast, options: list[str], shown: s
     assert (ended.code, all_shown) == (0, shown)
 
 
+@promise("""output.single-worker-writes-stdout: A single worker writes to holdfast's stdout itself, unless a prefix is
+    asked for.""")
 def test_one_worker_writes_to_the_console_itself(holdfast: Holdfast) -> None:
     ended = holdfast.run("-q", holdfast.script("import os; print(os.readlink('/proc/self/fd/1'))"))
     assert ended.out == f"{holdfast.directory / '1.out'}\n"
 
 
+@proves("output.terminal-progress-bars-several")
 def test_a_progress_bar_among_lines(holdfast: Holdfast) -> None:
     gate = holdfast.directory / "gate"
     os.mkfifo(gate)
@@ -188,6 +198,8 @@ def test_a_progress_bar_among_lines(holdfast: Holdfast) -> None:
     assert [line for line in lines if "%" in line] == ["[rank 0] 100%|####################"], "it stays one line"
 
 
+@promise("""output.pipe-state-progress-bar: In a pipe every state of a progress bar passes at once. A line of another
+    worker begins a new line.""")
 def test_a_progress_bar_in_a_pipe_joins_no_line_of_another_worker(holdfast: Holdfast) -> None:
     script = holdfast.script(
         TOGETHER
@@ -208,6 +220,8 @@ def test_a_progress_bar_in_a_pipe_joins_no_line_of_another_worker(holdfast: Hold
     assert b"".join(line for line in lines if b"%" in line) == b"".join(b"%d%%\r" % index for index in range(20))
 
 
+@promise("""output.new-size-terminal-reaches: A new size of the terminal reaches workers at once, also those that write
+    nothing.""")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_new_size_reaches_workers_that_write_nothing(holdfast: Holdfast, mailbox: Mailbox, workers: int) -> None:
     script = holdfast.script("""
@@ -245,6 +259,8 @@ FLOOD = """
 """
 
 
+@promise("""output.nobody-reads-stdout-failure: If nobody reads stdout, a failure still stops the workers and ends the
+    run. Workers that write end with a killed agent.""")
 def test_a_failure_ends_the_run_though_nobody_reads_stdout(holdfast: Holdfast, mailbox: Mailbox) -> None:
     gate = holdfast.directory / "gate"
     os.mkfifo(gate)
@@ -263,6 +279,7 @@ def test_a_failure_ends_the_run_though_nobody_reads_stdout(holdfast: Holdfast, m
         os.close(reader)
 
 
+@proves("output.nobody-reads-stdout-failure")
 def test_workers_that_write_end_with_a_killed_agent(holdfast: Holdfast, mailbox: Mailbox) -> None:
     """What was read before is whole."""
     options = ("-q", "--nproc-per-node=2", holdfast.script(FLOOD), str(mailbox), "none", "")

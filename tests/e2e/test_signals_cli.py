@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import COMMAND, PACKAGE, Holdfast, Running
+from tests.promises import promise, proves
 from tests.support import Mailbox, wait_until
 
 # Tells of its start and of every signal, and ends at the first one if it is told to.
@@ -52,6 +53,8 @@ def started(
     return running
 
 
+@promise("stopping.exit-code-shows-signal: The exit code shows the signal.")
+@proves("cli.exit-code-shows-happened")
 @pytest.mark.parametrize("number", ENDINGS, ids=lambda number: number.name)
 def test_a_signal_reaches_the_workers_and_tells_its_number(
     holdfast: Holdfast, mailbox: Mailbox, number: signal.Signals
@@ -74,6 +77,9 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@promise("""stopping.ctrl-sigtstp-stops-agent: Ctrl-Z (SIGTSTP) stops the agent and its workers with all that they have
+    started, and `fg` or SIGCONT continues them. The agent says so, and in a run of several nodes that the other nodes
+    go on without this one when its lease ends: then the spawner kills the workers, also stopped ones.""")
 def test_ctrl_z_stops_the_workers_too(holdfast: Holdfast, mailbox: Mailbox) -> None:
     """As a shell with job control starts it: a process group of its own, which is not orphaned. A worker's own children
     stop as well."""
@@ -100,6 +106,7 @@ def test_ctrl_z_stops_the_workers_too(holdfast: Holdfast, mailbox: Mailbox) -> N
     assert running.wait().code == 128 + signal.SIGTERM
 
 
+@proves("stopping.ctrl-sigtstp-stops-agent")
 def test_ctrl_z_that_the_kernel_drops_stops_nothing(holdfast: Holdfast, mailbox: Mailbox) -> None:
     """No shell could continue the command, as in a container."""
     running = started(holdfast, mailbox)
@@ -141,6 +148,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(holdfast: Holdfast, mailbox: Mai
     assert mailbox.rest() == ["got SIGTERM"] * 2
 
 
+@proves("stopping.command-handles-signals-first")
 def test_ctrl_c_on_a_terminal(holdfast: Holdfast, mailbox: Mailbox) -> None:
     """The terminal sends the signal to the command alone: each worker has a session of its own."""
     ours, theirs = pty.openpty()
@@ -163,6 +171,8 @@ def test_ctrl_c_on_a_terminal(holdfast: Holdfast, mailbox: Mailbox) -> None:
 FIRST_MOMENTS_MS = [0, 1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192]
 
 
+@promise("""stopping.command-handles-signals-first: The command handles signals from its first moments, and Ctrl-C on a
+    terminal.""")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
 def test_a_signal_in_the_first_moments(holdfast: Holdfast, number: signal.Signals) -> None:
     script = holdfast.script(FOREVER)
@@ -196,6 +206,7 @@ run()
 """
 
 
+@proves("stopping.command-handles-signals-first")
 @pytest.mark.parametrize("number", ENDINGS, ids=lambda number: number.name)
 def test_a_signal_at_the_first_import(holdfast: Holdfast, number: signal.Signals) -> None:
     code = SIGNAL_AT_IMPORT.format(source=str(Path(PACKAGE).parent), number=int(number))
@@ -223,6 +234,8 @@ def test_no_signal_is_lost_once_signals_are_handled(
         assert list(holdfast.temporary.iterdir()) == []
 
 
+@promise("""cli.first-signal-prints-long: After the first signal holdfast prints how long the workers have, and the last
+    line names those that had to be killed.""")
 def test_the_grace_period_is_the_users(holdfast: Holdfast, mailbox: Mailbox) -> None:
     running = started(holdfast, mailbox, "--shutdown-timeout", "3", manner=STUBBORN)
     running.send(signal.SIGTERM)

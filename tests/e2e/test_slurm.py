@@ -20,6 +20,7 @@ import pytest
 from holdfast.hosts.job import JobSpec
 from tests import slurm_cluster, support
 from tests.e2e.command import COMMAND, Ended, Holdfast, Running
+from tests.promises import promise, proves
 from tests.slurm_cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,8 @@ def job_id_of(running: Running) -> str:
 # --- srun ---------------------------------------------------------------------------------------------------------
 
 
+@promise("""engines.real-slurm-two-nodes: On a real Slurm of two nodes, `srun holdfast run` needs no options: the nodes
+    meet, GPUs become workers, a failed worker is restarted on all nodes, and exit codes arrive.""")
 def test_srun_on_two_nodes_needs_no_options(slurm: Slurm) -> None:
     ended = slurm.run("srun", "-N2", "holdfast", "run", *slurm.job("work"))
     assert ended.code == 0, str(ended)
@@ -123,6 +126,7 @@ def test_srun_on_two_nodes_needs_no_options(slurm: Slurm) -> None:
     assert {rank: host for rank, (host, *_) in slurm.workers().items()} == {0: "node1", 1: "node2"}
 
 
+@proves("engines.real-slurm-two-nodes")
 def test_gpus_are_workers(slurm: Slurm) -> None:
     ended = slurm.run("srun", "-N2", "--gpus-per-node=2", "holdfast", "run", *slurm.job("work"))
     assert (ended.code, len(ended.lines)) == (0, 4), str(ended)
@@ -131,6 +135,7 @@ def test_gpus_are_workers(slurm: Slurm) -> None:
     assert (ended.code, len(ended.lines)) == (0, 2), str(ended)
 
 
+@promise("engines.two-steps-jobs-hosts: Two steps or jobs on the same hosts do not meet.")
 def test_two_steps_of_one_job_do_not_meet(slurm: Slurm) -> None:
     script = f"""
         #!/bin/bash
@@ -145,6 +150,7 @@ def test_two_steps_of_one_job_do_not_meet(slurm: Slurm) -> None:
     assert {"step 0", "step 1"} <= set(re.findall(r"step \d", ended.err))
 
 
+@proves("engines.nothing-detected-batch-script")
 def test_without_srun_a_batch_script_has_one_node(slurm: Slurm) -> None:
     ended = slurm.run(
         "sbatch", "-N2", "--wait", "--output=out", "--wrap", f"holdfast run {' '.join(slurm.job('work'))}"
@@ -156,6 +162,7 @@ def test_without_srun_a_batch_script_has_one_node(slurm: Slurm) -> None:
     assert (ended.code, ended.lines) == (0, ["done 0"]), str(ended)
 
 
+@proves("engines.agent-killed-leaves-elastic")
 def test_a_step_whose_agent_was_killed_can_end(slurm: Slurm) -> None:
     """A run of a fixed size cannot go on without a node; srun --wait ends the others."""
     step = slurm.start("srun", "-N2", "--wait=1", "holdfast", "run", *slurm.job("wait"))
@@ -164,6 +171,7 @@ def test_a_step_whose_agent_was_killed_can_end(slurm: Slurm) -> None:
     assert step.wait().code == 137
 
 
+@promise("engines.tasks-real-mpirun-slurm: Tasks of a real `mpirun` within a Slurm job meet at its host.")
 def test_mpirun_within_a_job(slurm: Slurm) -> None:
     """Its daemons are a step of srun, whose variables its tasks see, too."""
     support.need_tool("mpirun.openmpi")
@@ -177,6 +185,9 @@ def test_mpirun_within_a_job(slurm: Slurm) -> None:
 # --- submit -------------------------------------------------------------------------------------------------------
 
 
+@promise("""engines.scancel-stops-job-grace: `scancel` stops a job with grace and 143, and leaves no process and no
+    token. Ctrl-C cancels the job, also in the queue.""")
+@proves("engines.token-slurm-job-private")
 def test_the_agents_have_a_token_in_a_private_file_until_scancel_stops_them_with_grace(slurm: Slurm) -> None:
     running = slurm.submit("wait")
     slurm.workers()
@@ -194,6 +205,7 @@ def test_the_agents_have_a_token_in_a_private_file_until_scancel_stops_them_with
     assert not token.exists()
 
 
+@proves("engines.scancel-stops-job-grace")
 def test_a_job_that_waits_in_the_queue_is_cancelled_too(slurm: Slurm) -> None:
     running = slurm.submit("work", "--sbatch=--hold")
     job_id = job_id_of(running)
@@ -203,6 +215,7 @@ def test_a_job_that_waits_in_the_queue_is_cancelled_too(slurm: Slurm) -> None:
     assert slurm.mailbox.rest() == []
 
 
+@proves("engines.submit-slurm-shows-job")
 def test_detach_prints_the_id_of_the_job(slurm: Slurm) -> None:
     ended = slurm.start("holdfast", "submit", "slurm", "--detach", "--nnodes=2", *slurm.job("wait"))
     code = ended.process.wait(60)
@@ -212,6 +225,7 @@ def test_detach_prints_the_id_of_the_job(slurm: Slurm) -> None:
     slurm.workers()
 
 
+@proves("engines.submit-slurm-shows-job")
 def test_options_of_slurm_arrive(slurm: Slurm) -> None:
     options = ("--partition=main", "--time=7", "--gpus-per-node=2", "--cpus-per-node=2", "--output=my %x.out")
     ended = slurm.submit("work", *options, "--sbatch=--comment=two\\ words --qos=normal").wait()
@@ -229,6 +243,7 @@ def test_an_elastic_job_takes_what_there_is(slurm: Slurm) -> None:
     assert ended.out.count("done") == 2
 
 
+@proves("engines.slurm-refuses-controller-down")
 def test_a_job_that_cannot_start_says_why(slurm: Slurm) -> None:
     running = slurm.submit("work", nodes="3")
     line = "waits in the queue: PartitionNodeLimit"
@@ -237,6 +252,8 @@ def test_a_job_that_cannot_start_says_why(slurm: Slurm) -> None:
     assert running.wait().code == 130
 
 
+@promise("""engines.slurm-refuses-controller-down: What Slurm refuses, a controller that is down, and a host without
+    Slurm are one line. A job that cannot start says why.""")
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -257,6 +274,7 @@ def test_what_slurm_or_we_refuse_is_one_line(slurm: Slurm, options: tuple[str, .
     assert ended.out == ""
 
 
+@proves("engines.slurm-refuses-controller-down")
 def test_a_controller_that_is_down_is_one_line(slurm: Slurm) -> None:
     nowhere = slurm.holdfast.directory / "slurm.conf"
     text = Path(slurm.cluster.variables["SLURM_CONF"]).read_text()
@@ -267,6 +285,7 @@ def test_a_controller_that_is_down_is_one_line(slurm: Slurm) -> None:
     assert "Slurm refused the job: Batch job submission failed: Unable to contact slurm controller" in ended.last
 
 
+@proves("engines.slurm-refuses-controller-down")
 def test_a_host_without_slurm_is_one_line(holdfast: Holdfast) -> None:
     holdfast.script("pass")
     ended = holdfast.run("slurm", "job.py", command=(COMMAND, "submit"), env={"PATH": "/nowhere"})
@@ -291,6 +310,8 @@ def test_the_rendered_script_is_what_runs(slurm: Slurm) -> None:
 # --- requeue ------------------------------------------------------------------------------------------------------
 
 
+@promise("""engines.example-goes-queue-time: The example goes on in the queue when its time is over, and not after a
+    failure or a cancel. A requeued job is a new run.""")
 def test_the_example_goes_on_in_the_queue_when_its_time_is_over(slurm: Slurm) -> None:
     words = ("sbatch", "--parsable", "--output=out", str(EXAMPLE), *slurm.job("wait once"))
     job_id = slurm.start(*words)
@@ -306,6 +327,7 @@ def test_the_example_goes_on_in_the_queue_when_its_time_is_over(slurm: Slurm) ->
     assert list(slurm.holdfast.directory.glob(".holdfast-*")) == []
 
 
+@proves("engines.example-goes-queue-time")
 @pytest.mark.parametrize(("what", "state", "code"), [("fail", "FAILED", "93:0"), ("wait", "CANCELLED", "")])
 def test_the_example_does_not_go_on_after_a_failure_or_a_cancel(slurm: Slurm, what: str, state: str, code: str) -> None:
     words = ("sbatch", "--parsable", "--output=out", str(EXAMPLE), *slurm.job(what))
@@ -320,6 +342,7 @@ def test_the_example_does_not_go_on_after_a_failure_or_a_cancel(slurm: Slurm, wh
     assert facts["ExitCode"].startswith(code)
 
 
+@proves("engines.example-goes-queue-time")
 def test_a_requeued_job_is_a_new_run(slurm: Slurm) -> None:
     submitted = slurm.start(
         "holdfast", "submit", "slurm", "--detach", "--nnodes=2", "--rdzv-id=job7", "--sbatch=--requeue",
@@ -340,6 +363,7 @@ def fences(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@promise("engines.commands-docs-md-run: The commands in docs/engines.md run.")
 def test_the_commands_of_the_document_run(slurm: Slurm) -> None:
     """Those that only submit a job have succeeded when the job has."""
     commands = [line for block in fences("sh") for line in block.splitlines() if "slurm" in line or "--nodes 2" in line]
@@ -355,6 +379,7 @@ def test_the_commands_of_the_document_run(slurm: Slurm) -> None:
     assert set(states) == {"COMPLETED"}
 
 
+@proves("engines.commands-docs-md-run")
 def test_the_python_of_the_document_runs() -> None:
     [source] = fences("python")
     names: dict[str, Any] = {}

@@ -17,6 +17,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast, Running
+from tests.promises import promise, proves
 
 COMMANDS = {
     "sbatch": f"""
@@ -74,6 +75,8 @@ def running(holdfast: Holdfast, submit: Submit, **options: Any) -> Running:
     return job
 
 
+@promise("""engines.signal-job-being-submitted: A signal while the job is being submitted cancels it. A console that
+    takes nothing does not hold up a signal, nor end the wait for the job. A killed `sbatch` is one line.""")
 def test_a_job_that_is_submitted_while_the_signal_comes_is_cancelled(holdfast: Holdfast, submit: Submit) -> None:
     job = submit()
     support.wait_until((holdfast.directory / "called").exists, "sbatch runs")
@@ -84,6 +87,7 @@ def test_a_job_that_is_submitted_while_the_signal_comes_is_cancelled(holdfast: H
     assert (holdfast.directory / "cancelled").read_text() == "7\n"
 
 
+@promise("engines.job-slurm-gave-cluster: A job that Slurm gave to another cluster is asked for and cancelled there.")
 def test_a_job_of_another_cluster_is_asked_for_and_cancelled_there(holdfast: Holdfast, submit: Submit) -> None:
     """The number alone may be that of another job."""
     (holdfast.directory / "submit").write_text("7;west")
@@ -105,6 +109,7 @@ def test_a_second_interrupt_does_not_wait_for_the_submission(holdfast: Holdfast,
     assert (ended.code, ended.last) == (130, "holdfast: stopped by SIGINT")
 
 
+@proves("engines.signal-job-being-submitted")
 def test_a_console_without_room_does_not_end_the_wait(holdfast: Holdfast, submit: Submit) -> None:
     (holdfast.directory / "out").write_text("output\n")
     with open("/dev/full", "wb") as full:
@@ -115,6 +120,7 @@ def test_a_console_without_room_does_not_end_the_wait(holdfast: Holdfast, submit
         assert job.wait().code == 3
 
 
+@proves("engines.signal-job-being-submitted")
 def test_an_sbatch_that_is_killed_is_one_line(holdfast: Holdfast, submit: Submit) -> None:
     job = running(holdfast, submit)
     [sbatch] = psutil.Process(job.pid).children()

@@ -18,6 +18,7 @@ from tests import support
 from tests.e2e.command import COMMAND, Holdfast, Running
 from tests.e2e.terminal import terminal
 from tests.engines import Engines, Ssh, agent_of
+from tests.promises import promise, proves
 from tests.support import Mailbox
 
 
@@ -46,6 +47,8 @@ def test_without_a_server(holdfast: Holdfast) -> None:
 # The run.
 
 
+@promise("""ssh.hosts-starts-agent-host: `--hosts` starts one agent a host, with ranks in the order of the hosts and as
+    many workers as each host's number says, in the same directory; every line has its host and rank.""")
 def test_two_hosts_are_one_run(cluster: Ssh) -> None:
     script = cluster.holdfast.script("""
         import os
@@ -64,6 +67,9 @@ def test_two_hosts_are_one_run(cluster: Ssh) -> None:
     assert not [line for line in ended.own if "no token" in line]
 
 
+@promise("""ssh.host-beyond-number-nodes: A host beyond the number of nodes stands by, and takes the place of one that
+    is lost. A host whose workers take longer than the others wait (`--exit-barrier-timeout`) goes on; if it fails, the
+    command fails.""")
 def test_a_host_beyond_the_number_of_nodes_stands_by(cluster: Ssh) -> None:
     """The job runs once, however short it is."""
     ended = cluster.run("--hosts=node1,node2", "--nnodes=1", cluster.holdfast.script("print('work')"))
@@ -71,6 +77,7 @@ def test_a_host_beyond_the_number_of_nodes_stands_by(cluster: Ssh) -> None:
     assert "holdfast: standing by: node2" in ended.own
 
 
+@proves("ssh.host-beyond-number-nodes")
 def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(cluster: Ssh, tmp_path: Path) -> None:
     running = cluster.work(
         "wait",
@@ -88,6 +95,7 @@ def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(cluster: Ssh,
     assert ended.lines[-1] == "[node2:0] done 0"
 
 
+@proves("ssh.host-beyond-number-nodes")
 def test_a_host_that_takes_longer_than_the_others_wait_goes_on(cluster: Ssh, tmp_path: Path) -> None:
     script = cluster.holdfast.script("""
         import os, sys, time
@@ -105,6 +113,7 @@ def test_a_host_that_takes_longer_than_the_others_wait_goes_on(cluster: Ssh, tmp
     assert (ended.code, ended.lines) == (0, ["[node1:0] done", "[node2:1] done"]), ended
 
 
+@proves("ssh.line-host-lost-torn")
 def test_a_terminal_shows_the_same_line_of_all_hosts_once(cluster: Ssh) -> None:
     script = cluster.holdfast.script("""
         import os, time
@@ -128,6 +137,8 @@ def test_lines_without_prefix(cluster: Ssh) -> None:
 # What the hosts are given.
 
 
+@promise("""ssh.env-remote-python-copy: `--env`, `--remote-python` and `--copy` do what they say. A copy is removed at
+    the end, also if the agent is killed.""")
 def test_variables_and_interpreter_are_given_to_the_hosts(cluster: Ssh) -> None:
     python = cluster.holdfast.script(f'#!/bin/sh\nVIA=wrapper exec {sys.executable} "$@"\n', "python", executable=True)
     script = cluster.holdfast.script("""
@@ -142,6 +153,7 @@ def test_variables_and_interpreter_are_given_to_the_hosts(cluster: Ssh) -> None:
     assert sorted(ended.lines) == [f"[node{number}:{number - 1}] 1,2 s wrapper None None None" for number in (1, 2)]
 
 
+@proves("ssh.token-values-env-name")
 def test_the_token_is_in_no_command_line_and_in_no_environment_that_others_can_read(
     cluster: Ssh, tmp_path: Path
 ) -> None:
@@ -173,6 +185,7 @@ def test_the_token_is_in_no_command_line_and_in_no_environment_that_others_can_r
     assert running.wait().code == 143
 
 
+@proves("ssh.env-remote-python-copy")
 @pytest.mark.parametrize("what", ["script", "directory"])
 def test_a_copy_is_run_and_removed(cluster: Ssh, what: str) -> None:
     home = cluster.holdfast.directory
@@ -191,6 +204,7 @@ def test_a_copy_is_run_and_removed(cluster: Ssh, what: str) -> None:
     assert not [each for each in directories if each == home or each.exists()]
 
 
+@proves("ssh.env-remote-python-copy")
 def test_a_copy_is_removed_though_the_agent_is_killed(cluster: Ssh) -> None:
     running = cluster.work(
         "wait",
@@ -211,6 +225,7 @@ def test_a_copy_is_removed_though_the_agent_is_killed(cluster: Ssh) -> None:
 # Signals.
 
 
+@proves("ssh.signals-reach-workers-hosts")
 def test_a_second_interrupt_kills_at_once(cluster: Ssh) -> None:
     running = cluster.work(
         "ignore",
@@ -229,6 +244,7 @@ def test_a_second_interrupt_kills_at_once(cluster: Ssh) -> None:
     assert re.fullmatch(r"holdfast: stopped by SIGINT; rank \d had to be killed", ended.last)
 
 
+@proves("ssh.signals-reach-workers-hosts")
 def test_an_ignored_hangup_stays_ignored(cluster: Ssh) -> None:
     running = cluster.work("wait", options=("--hosts=node1",), before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
     cluster.pids(1)
@@ -239,6 +255,7 @@ def test_an_ignored_hangup_stays_ignored(cluster: Ssh) -> None:
     assert running.wait().code == 143
 
 
+@proves("ssh.signals-reach-workers-hosts")
 def test_a_signal_while_hosts_connect(cluster: Ssh) -> None:
     python = slow_python(cluster)
     running = cluster.start("--hosts=node1,node2", "--remote-python", python, cluster.holdfast.script(""))
@@ -257,6 +274,7 @@ def slow_python(cluster: Ssh) -> str:
 # Ends.
 
 
+@proves("ssh.command-killed-stands-cut")
 def test_a_command_that_stands_still_is_not_waited_for(cluster: Ssh) -> None:
     running = cluster.work(
         "wait",
@@ -273,6 +291,7 @@ def test_a_command_that_stands_still_is_not_waited_for(cluster: Ssh) -> None:
     cluster.await_nothing(running)
 
 
+@promise("ssh.script-place-ends-started: A script in the place of ssh ends with what it has started.")
 def test_a_script_in_the_place_of_ssh_leaves_nothing(cluster: Ssh) -> None:
     """It runs ssh as a child, which is killed with it."""
     wrapper = cluster.holdfast.script(f'#!/bin/sh\n{cluster.servers.ssh} "$@"\n', "wrapper", executable=True)
@@ -287,6 +306,8 @@ def test_a_script_in_the_place_of_ssh_leaves_nothing(cluster: Ssh) -> None:
     cluster.await_nothing(running)
 
 
+@promise("""ssh.host-agent-killed-network: A host whose ssh or agent is killed, or whose network is cut, is a lost node.
+    The run goes on if `--nnodes` allows it, else it ends.""")
 def test_the_run_goes_on_without_a_host_whose_ssh_is_killed(cluster: Ssh) -> None:
     running = cluster.work(
         "wait",
@@ -306,6 +327,7 @@ def test_the_run_goes_on_without_a_host_whose_ssh_is_killed(cluster: Ssh) -> Non
     assert "[node2:0] done 0" in ended.lines
 
 
+@proves("ssh.host-agent-killed-network")
 def test_too_few_hosts_end_the_run(cluster: Ssh) -> None:
     running = cluster.work("wait", options=("--hosts=node1,node2",))
     cluster.pids(2)
@@ -316,6 +338,7 @@ def test_too_few_hosts_end_the_run(cluster: Ssh) -> None:
     assert f"holdfast: {reason}; 1 host is left, and --nnodes 2 needs 2: the run ends" in ended.own
 
 
+@proves("ssh.failed-run-prints-report")
 def test_a_run_that_is_closed(cluster: Ssh) -> None:
     """`holdfast stop` on one of the hosts ends all of it."""
     running = cluster.work(
@@ -343,6 +366,9 @@ def failing(cluster: Ssh, *args: str) -> str:
     return ended.last.removeprefix("holdfast run: error: ")
 
 
+@promise("""ssh.host-take-part-line: A host that cannot take part is one line with the reason and the remedy, in bounded
+    time, and nothing is left anywhere: unknown name, connection refused, password needed, host key unknown or changed,
+    no interpreter, no holdfast, another version, no answer.""")
 def test_hosts_that_cannot_be_reached(cluster: Ssh) -> None:
     """What ssh says of each becomes one line for all of them."""
     cluster.servers.enter("unknown", "HostName no.such.host.invalid")
@@ -353,6 +379,7 @@ def test_hosts_that_cannot_be_reached(cluster: Ssh) -> None:
     assert f"refused: connection refused: no ssh server listens there (port {port})" in said
 
 
+@proves("ssh.host-take-part-line")
 def test_hosts_that_ssh_would_ask_about(cluster: Ssh) -> None:
     """A password, a host key that is unknown, and one that has changed."""
     cluster.servers.add("locked", server=["PasswordAuthentication yes", "PubkeyAuthentication no"])
@@ -367,6 +394,7 @@ def test_hosts_that_ssh_would_ask_about(cluster: Ssh) -> None:
     assert "changed: its host key has changed; if that is right" in said
 
 
+@proves("ssh.host-take-part-line")
 def test_a_host_without_holdfast_or_its_interpreter(cluster: Ssh) -> None:
     said = failing(cluster, "--hosts=node1", "--remote-python=/nowhere/python")
     assert said == "node1: there is no interpreter /nowhere/python on it; --remote-python names another one"
@@ -375,6 +403,7 @@ def test_a_host_without_holdfast_or_its_interpreter(cluster: Ssh) -> None:
     assert "holdfast is not installed for" in said
 
 
+@proves("ssh.host-take-part-line")
 def test_a_host_with_another_version(cluster: Ssh) -> None:
     source = f"""#!/bin/sh
 shift 3
@@ -386,6 +415,7 @@ from holdfast.hosts.ssh import remote_agent; os._exit(remote_agent.serve(sys.arg
     assert re.search(r"node[12]: it has holdfast 9\.9 \(of \S+\), and this host holdfast \S+; install the same", said)
 
 
+@promise("ssh.noise-host-shell-stdout: Noise of a host's shell on stdout does no harm.")
 def test_noise_before_the_first_line_is_ignored(cluster: Ssh) -> None:
     source = f"""#!/bin/sh
 head -c 200000 /dev/urandom; printf 'Welcome!'; echo 'do not panic' >&2
@@ -399,6 +429,7 @@ exec {sys.executable} "$@"
     assert (ended.code, sorted(ended.lines)) == (0, ["[node1:0] work", "[node2:1] work"]), ended
 
 
+@proves("ssh.host-take-part-line")
 def test_a_host_that_does_not_answer(cluster: Ssh) -> None:
     ended = cluster.run(
         "--hosts=node1", "--host-timeout=5s", "--remote-python", slow_python(cluster), cluster.holdfast.script("")
@@ -435,6 +466,7 @@ def test_an_option_that_makes_no_sense_on_the_hosts(cluster: Ssh) -> None:
     assert re.match(r"holdfast run: error: node[12]: --nproc-per-node: .*nosuch", ended.last)
 
 
+@promise("ssh.run-machine-loads-nothing: A run on this machine loads nothing of it.")
 def test_nothing_of_it_is_loaded_by_a_local_run(cluster: Ssh) -> None:
     code = """
 import sys

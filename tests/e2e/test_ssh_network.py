@@ -16,6 +16,7 @@ import pytest
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast
 from tests.engines import Ssh, agent_of
+from tests.promises import promise, proves
 from tests.sshd import hosts
 from tests.support import Mailbox
 
@@ -87,6 +88,7 @@ def test_hosts_meet_at_an_address_that_all_can_reach(ssh: Ssh) -> None:
     assert (ended.code, sorted(ended.lines)) == (0, ["[a:1] 10.77.0.2", "[b:0] 10.77.0.2"]), ended
 
 
+@proves("ssh.host-agent-killed-network")
 def test_a_host_is_cut_off_in_the_middle_of_a_run(ssh: Ssh, network: Network) -> None:
     """It is lost to the run and to the command, and ends its workers and its agent by itself."""
     running = ssh.work("wait", options=("--hosts=a,b", "--nnodes=1:2", "--host-timeout=8s"))
@@ -102,6 +104,7 @@ def test_a_host_is_cut_off_in_the_middle_of_a_run(ssh: Ssh, network: Network) ->
     assert ended.lines == ["[a:0] done 0"]
 
 
+@proves("ssh.command-killed-stands-cut")
 def test_the_command_is_cut_off_from_all_hosts(ssh: Ssh, network: Network) -> None:
     running = ssh.work("wait", options=("--hosts=a,b", "--host-timeout=8s"))
     pids = ssh.pids(2)
@@ -115,6 +118,7 @@ def test_the_command_is_cut_off_from_all_hosts(ssh: Ssh, network: Network) -> No
     ssh.await_nothing(running)
 
 
+@promise("ssh.loopback-address-hosts-refused: A loopback address between hosts is refused.")
 def test_a_loopback_address_between_hosts_is_refused(ssh: Ssh, network: Network) -> None:
     ssh.servers.add("localhost", "127.0.0.1", command=network.within(network.here))
     script = ssh.holdfast.script("print('started')")

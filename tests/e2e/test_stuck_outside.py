@@ -12,6 +12,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import Holdfast, Running
+from tests.promises import promise, proves
 from tests.support import Mailbox
 
 # Tells its pid. The one whose rank is given fails when the gate opens; the others stay.
@@ -70,6 +71,7 @@ def pids(mailbox: Mailbox, count: int) -> dict[int, int]:
     return {int(rank): int(pid) for rank, pid in (line.split() for line in mailbox.take(count))}
 
 
+@proves("output.unread-stderr-full-pipe")
 def test_a_failure_stops_the_workers_though_nobody_reads_stderr(
     holdfast: Holdfast, mailbox: Mailbox, full: FullPipe
 ) -> None:
@@ -95,6 +97,7 @@ def on_two_nodes(holdfast: Holdfast, mailbox: Mailbox, gate: os.PathLike[str]) -
     return (*place, holdfast.script(JOB), str(mailbox), "0", str(gate))
 
 
+@proves("output.unread-stderr-full-pipe")
 def test_a_peers_failure_stops_the_workers_though_nobody_reads_stderr(
     holdfast: Holdfast, mailbox: Mailbox, full: FullPipe
 ) -> None:
@@ -121,6 +124,8 @@ def ends_within_grace(running: Running, mailbox: Mailbox) -> None:
     assert running.wait().code == 128 + signal.SIGTERM
 
 
+@promise("""output.command-ends-stderr-never: The command ends even if its stderr is never read: after 5 s in which no
+    text could be written.""")
 def test_a_signal_ends_the_run_though_nobody_ever_reads_stderr(
     holdfast: Holdfast, mailbox: Mailbox, full: FullPipe
 ) -> None:
@@ -128,6 +133,8 @@ def test_a_signal_ends_the_run_though_nobody_ever_reads_stderr(
     ends_within_grace(holdfast.start(*options, stderr=full.writer), mailbox)
 
 
+@promise("""output.name-server-answer-delays: A name server that does not answer delays no agent that has workers to
+    start or to stop.""")
 def test_a_resolver_that_does_not_answer_delays_neither_start_nor_stop(holdfast: Holdfast, mailbox: Mailbox) -> None:
     """Events name this host, and their writer has to look its full name up."""
     holdfast.script(SITECUSTOMIZE, "sitecustomize.py")

@@ -18,6 +18,7 @@ from tests import nodes, support
 from tests.e2e.command import COMMAND
 from tests.e2e.terminal import terminal as pty_terminal
 from tests.nodes import Scene
+from tests.promises import promise, proves
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +105,8 @@ def terminal(scene: Scene) -> Iterator[Terminal]:
     window.close()
 
 
+@promise("""steering.top-shows-nodes-workers: `holdfast top` shows nodes and workers live, keeps failed workers in view,
+    takes stacks, and follows the size of the terminal down to 40 columns.""")
 def test_the_tree_the_selection_and_stacks(scene: Scene, terminal: Terminal) -> None:
     terminal.type(f"{COMMAND} top {scene.run_id}")
     terminal.await_text(rf"^run {scene.run_id}: running, round 1, 2 of 2 nodes here")
@@ -122,6 +125,7 @@ def test_the_tree_the_selection_and_stacks(scene: Scene, terminal: Terminal) -> 
     terminal.is_plain_again(0)
 
 
+@proves("steering.top-shows-nodes-workers")
 def test_a_failed_worker_stays_visible(scene: Scene, terminal: Terminal) -> None:
     terminal.type(f"{COMMAND} top {scene.run_id}")
     terminal.await_text(r"^> rank 0 running")
@@ -132,6 +136,7 @@ def test_a_failed_worker_stays_visible(scene: Scene, terminal: Terminal) -> None
     terminal.is_plain_again(0)
 
 
+@proves("steering.top-shows-nodes-workers")
 def test_forty_columns_and_a_new_size(scene: Scene, terminal: Terminal) -> None:
     terminal.type(f"COLUMNS=90 LINES=30 NO_COLOR=1 {COMMAND} top {scene.run_id}")
     terminal.await_text(r"^> rank 0 running")
@@ -146,6 +151,8 @@ def test_forty_columns_and_a_new_size(scene: Scene, terminal: Terminal) -> None:
     terminal.is_plain_again(130)
 
 
+@promise("""steering.top-puts-terminal-back: `holdfast top` puts the terminal back, however it ends. Without a terminal,
+    or when it is gone, there is one line. Hostile names stay on their line.""")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_puts_the_terminal_back(scene: Scene, terminal: Terminal, number: signal.Signals) -> None:
     terminal.type(f"{COMMAND} top {scene.run_id}")
@@ -167,6 +174,7 @@ def test_the_end_of_the_run_is_shown(scene: Scene, terminal: Terminal) -> None:
     terminal.is_plain_again(0)
 
 
+@proves("steering.top-puts-terminal-back")
 def test_a_terminal_that_is_gone_is_one_line(scene: Scene) -> None:
     errors = scene.home / "errors"
     with pty_terminal() as (near, far), errors.open("wb") as stderr:
@@ -180,6 +188,7 @@ def test_a_terminal_that_is_gone_is_one_line(scene: Scene) -> None:
     assert len(errors.read_text().splitlines()) == 1
 
 
+@proves("steering.top-puts-terminal-back")
 def test_what_is_no_terminal_is_one_line(scene: Scene, terminal: Terminal) -> None:
     terminal.type(f"{COMMAND} top {scene.run_id} </dev/null")
     terminal.await_text("holdfast top: error: this needs a terminal; `holdfast status` prints the same once")

@@ -10,6 +10,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import Holdfast
+from tests.promises import promise, proves
 
 # Dies once in each of the first lives, and leaves its weights at the end.
 TRAINING = """
@@ -49,6 +50,8 @@ dist.destroy_process_group()
 """
 
 
+@promise("""workers.torch-training-killed-restarted: A torch training that is killed and restarted warm three times ends
+    with the weights of one that ran through.""")
 def test_a_training_that_is_killed_and_restarted_warm_ends_with_the_same_weights(holdfast: Holdfast) -> None:
     support.leave_to_test_all("a long job of torch")
     script = holdfast.script(TRAINING, "train.py")
@@ -62,6 +65,8 @@ def test_a_training_that_is_killed_and_restarted_warm_ends_with_the_same_weights
     assert killed.out == whole.out
 
 
+@promise("""workers.preload-work-line-says: Where `--preload` cannot work, a line says why. A node that stands by
+    preloads.""")
 @pytest.mark.parametrize(
     ("options", "environment", "program", "expected"),
     [
@@ -79,6 +84,7 @@ def test_where_preloading_has_no_effect(
     assert expected in ended.err
 
 
+@proves("workers.preload-work-line-says")
 def test_a_node_that_stands_by_preloads(holdfast: Holdfast) -> None:
     gate = holdfast.directory / "gate"
     os.mkfifo(gate)

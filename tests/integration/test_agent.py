@@ -41,6 +41,7 @@ from holdfast.rendezvous.static import StandaloneRendezvous, StaticTCPRendezvous
 from holdfast.rendezvous.store import InProcessStore
 from holdfast.telemetry import events, metrics
 from tests import entrypoints, support
+from tests.promises import promise, proves
 
 
 def make_agent(entrypoint: Any, *args: Any, handler: Any = None, **options: Any) -> LocalElasticAgent:
@@ -152,6 +153,8 @@ LIVES = [(kind, outcome) for kind in ("function", "script", "binary") for outcom
 LIVES.remove(("binary", "raise"))  # It has no exceptions.
 
 
+@promise("""restarts.failed-group-restarted-max: A failed group is restarted `max_restarts` times, and then the run has
+    failed. This holds for functions, scripts and programs.""")
 @pytest.mark.parametrize("max_restarts", [0, 2])
 @pytest.mark.parametrize(("kind", "outcome"), LIVES)
 def test_lives(tmp_path: Path, mailbox: support.Mailbox, kind: str, outcome: str, max_restarts: int) -> None:
@@ -198,6 +201,7 @@ def test_no_descriptor_is_left_open_after_many_rounds(tmp_path: Path) -> None:
 # What workers are told.
 
 
+@promise("ranks.environment-real-workers-complete: The environment of real workers is complete and right.")
 def test_everything_a_worker_is_told(tmp_path: Path) -> None:
     handler = StandaloneRendezvous("run-1")
     agent = make_agent(
@@ -218,6 +222,8 @@ def test_everything_a_worker_is_told(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
+@promise("""restarts.start-group-round-number: Every start of the group has its own round number and, with `standalone`,
+    its own master port.""")
 def test_every_round_has_its_own_master_port(tmp_path: Path, mailbox: support.Mailbox) -> None:
     code = f'echo "$HOLDFAST_ROUND $TORCHELASTIC_RESTART_COUNT $MASTER_PORT" > {mailbox}; exit 3'
     make_agent("sh", "-c", code, local_world_size=1, max_restarts=3).run()
@@ -239,6 +245,8 @@ def test_the_users_master_and_the_static_world() -> None:
 # Errors of workers.
 
 
+@promise("""failures.evidence-complete-run-over: The evidence is complete when the run is over: the report has the last
+    output of a dying worker.""")
 def test_the_evidence_is_complete_when_the_run_is_over() -> None:
     """What a worker wrote last is on its way when its end is reported."""
     code = "for i in $(seq 2000); do echo line $i >&2; done; exit 3"
@@ -274,10 +282,13 @@ def check_five_nodes(meeting: Meeting) -> None:
     assert {told["TORCHELASTIC_RUN_ID"] for told in ranks.values()} == {"plugin-run"}
 
 
+@promise("""rendezvous.nodes-meet-through-handler: Nodes that meet through the handler of another package, also one that
+    returns a store of torch, agree about ranks, whatever their roles and sizes.""")
 def test_nodes_of_different_sizes_and_roles() -> None:
     check_five_nodes(Meeting(5))
 
 
+@proves("rendezvous.nodes-meet-through-handler")
 def test_nodes_that_share_a_store_of_torch() -> None:
     from torch.distributed import PrefixStore, TCPStore
 
@@ -290,6 +301,7 @@ def test_nodes_that_share_a_store_of_torch() -> None:
     check_five_nodes(Meeting(5, connect=connect))
 
 
+@promise("restarts.nodes-wait-use-budget: A restart because other nodes wait does not use the budget.")
 def test_a_node_arrives_while_another_runs(tmp_path: Path, mailbox: support.Mailbox) -> None:
     meeting = Meeting(1, 2)
     gates = [tmp_path / f"gate{index}" for index in range(2)]
@@ -314,6 +326,8 @@ def test_a_node_arrives_while_another_runs(tmp_path: Path, mailbox: support.Mail
     assert [told[rank]["TORCHELASTIC_RESTART_COUNT"] for rank in (0, 1)] == ["0", "0"], "membership is free"
 
 
+@promise("""rendezvous.barrier-fails-end-fail: A barrier that fails at the end does not fail the run. A handler that
+    cannot be asked does not end healthy workers.""")
 @pytest.mark.parametrize("trouble", ["nobody comes", "the store is gone"])
 def test_a_barrier_that_fails_does_not_fail_the_run(
     trouble: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -334,6 +348,7 @@ def test_a_barrier_that_fails_does_not_fail_the_run(
     assert caplog.text.count("other nodes to finish") == 1
 
 
+@proves("rendezvous.barrier-fails-end-fail")
 def test_a_handler_that_cannot_be_asked_does_not_end_healthy_workers(
     tmp_path: Path, mailbox: support.Mailbox, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -373,6 +388,8 @@ def test_a_rendezvous_that_fails(error: Exception, recorded: list[events.Event])
     assert recorded[0].metadata["raw_error"] == f"{type(error).__name__}: {error}"
 
 
+@promise("""rendezvous.handler-says-node-needed: If a handler says that this node is not needed, the node leaves without
+    an error, also if the handler uses torch's exception.""")
 @pytest.mark.parametrize("home", ["holdfast.rendezvous", "torch.distributed.elastic.rendezvous.api"])
 def test_a_node_that_is_not_needed_leaves_quietly(home: str) -> None:
     """Also if its handler was written for torch."""
@@ -433,6 +450,8 @@ S = WorkerState
 END = "shutdown SIGTERM 7"
 
 
+@promise("""restarts.loop-drives-agent-custom: The loop drives an agent with custom hooks through the same starts and
+    stops.""")
 @pytest.mark.parametrize(
     ("states", "max_restarts", "calls", "end"),
     [
@@ -476,6 +495,8 @@ class Broad(Scripted):
         self.calls.append(f"shutdown {len(args)} {named}")
 
 
+@promise("""restarts.hooks-written-timeout-get: Hooks that were written with `is_restart`, or without `timeout`, get the
+    arguments that they accept. `LocalElasticAgent` accepts both.""")
 @pytest.mark.parametrize(
     ("kind", "calls"),
     [
@@ -490,6 +511,7 @@ def test_hooks_are_given_what_they_take(kind: type[Scripted], calls: list[str]) 
     assert agent.calls == calls
 
 
+@proves("restarts.hooks-written-timeout-get")
 def test_a_local_agent_takes_what_older_subclasses_pass_on(mailbox: support.Mailbox) -> None:
     class Careful(LocalElasticAgent):
         def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
@@ -501,6 +523,8 @@ def test_a_local_agent_takes_what_older_subclasses_pass_on(mailbox: support.Mail
     assert result.state is S.SUCCEEDED
 
 
+@promise("""restarts.hook-monitor-workers-called: A hook `_monitor_workers` is called every `monitor_interval`, also in
+    a subclass of `LocalElasticAgent`.""")
 def test_a_monitor_of_its_own_is_asked_again_and_again(mailbox: support.Mailbox) -> None:
     """Also in an agent whose other hooks are those of the local one, which is told when something happens."""
     asked = []
@@ -557,6 +581,8 @@ class Valued(Scripted):
         return RunResult(super()._monitor_workers(worker_group).state, return_values={0: "of the first round"})
 
 
+@promise("""nodes.stands-run-succeeds-succeeded: A node that stands by when the run succeeds has succeeded, whatever its
+    workers did in earlier rounds.""")
 @pytest.mark.parametrize("state", [S.FAILED, S.SUCCEEDED])
 def test_what_a_node_did_before_it_stood_by_is_not_its_result(
     state: WorkerState, caplog: pytest.LogCaptureFixture
@@ -636,6 +662,8 @@ def test_metrics_of_a_run(mailbox: support.Mailbox, measured: dict[str, list[flo
     assert measured["workers.trainer.failed"] == [1, 1]
 
 
+@promise("""events.metrics-workers-state-remaining: The metrics of the workers' state and of the remaining restarts are
+    sent when they change.""")
 def test_the_state_is_measured_when_it_changes(measured: dict[str, list[float]]) -> None:
     spec = WorkerSpec("r", 2, StandaloneRendezvous("x"), entrypoint="-", max_restarts=2, monitor_interval=0.01)
     Scripted(spec, [S.HEALTHY, S.HEALTHY, S.FAILED, S.HEALTHY, S.SUCCEEDED]).run()

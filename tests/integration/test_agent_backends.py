@@ -17,6 +17,7 @@ from holdfast.rendezvous.registry import get_rendezvous_handler
 from holdfast.testing.etcd_server import EtcdServer
 from tests import entrypoints, support
 from tests.integration import test_agent as lives
+from tests.promises import promise, proves
 
 Handlers = Callable[..., Any]
 
@@ -38,6 +39,8 @@ def handler(request: pytest.FixtureRequest, etcd: EtcdServer) -> Iterator[Handle
         yield make
 
 
+@promise("""etcd-runs.agent-classes-work-tcp: The agent classes work the same with tcp and with etcd: every kind of
+    worker and end, a second start, nodes that differ, errors with and without `record`, an agent with custom hooks.""")
 @pytest.mark.parametrize(("kind", "outcome"), lives.LIVES)
 def test_lives(tmp_path: Path, mailbox: support.Mailbox, handler: Handlers, kind: str, outcome: str) -> None:
     entry = lives.entry_of(kind, tmp_path)
@@ -52,11 +55,13 @@ def test_lives(tmp_path: Path, mailbox: support.Mailbox, handler: Handlers, kind
     assert {rank: failure.exitcode for rank, failure in result.failures.items()} == {1: lives.ENDS[outcome]}
 
 
+@proves("etcd-runs.agent-classes-work-tcp")
 def test_a_second_life_that_succeeds(mailbox: support.Mailbox, handler: Handlers) -> None:
     agent = lives.make_agent(entrypoints.live, str(mailbox), "raise", 1, handler=handler(), max_restarts=3)
     assert agent.run().return_values == {0: "life 1 of rank 0", 1: "life 1 of rank 1"}
 
 
+@proves("etcd-runs.agent-classes-work-tcp")
 def test_nodes_of_different_sizes_and_roles(handler: Handlers) -> None:
     nodes = [("ps", 4), ("trainer", 1), ("trainer", 2), ("ps", 3)]
     agents = [
@@ -78,6 +83,7 @@ def test_nodes_of_different_sizes_and_roles(handler: Handlers) -> None:
 S = WorkerState
 
 
+@proves("etcd-runs.agent-classes-work-tcp")
 @pytest.mark.parametrize(
     ("states", "max_restarts", "calls", "end"),
     [

@@ -12,6 +12,7 @@ import pytest
 from holdfast.rendezvous.membership import keys
 from tests import support
 from tests.coordinators import coordinator, listener
+from tests.promises import proves
 
 SETTINGS = ("PET_", "HOLDFAST_", "TORCHELASTIC_", "TORCH_ELASTIC_")
 
@@ -57,6 +58,7 @@ def test_something_else_listens(tmp_path: Path) -> None:
 SECRET = keys.made_token(b"a secret" * 4)
 
 
+@proves("etcd-runs.agent-traffic-encrypted")
 def test_another_token(tmp_path: Path) -> None:
     with coordinator(tmp_path, env={"HOLDFAST_TOKEN": SECRET}) as server:
         code, lines = run(tmp_path, "--rdzv-endpoint", f"127.0.0.1:{server.port}", HOLDFAST_TOKEN="only a guess of it")
@@ -70,6 +72,7 @@ def test_another_token(tmp_path: Path) -> None:
     assert others == [f"holdfast run: error: {said}"]
 
 
+@proves("etcd-runs.agent-traffic-encrypted")
 @pytest.mark.parametrize(
     ("theirs", "ours", "words"),
     [

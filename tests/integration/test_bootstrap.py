@@ -24,6 +24,7 @@ import pytest
 from holdfast.process.spawner import command
 from holdfast.process.spawner.command import BOOTSTRAP_PATH
 from holdfast.process.spawner.wire import BYTECODE, memory_file
+from tests.promises import promise
 
 FACTS = r"""
 import os, sys
@@ -414,6 +415,9 @@ def compare(case: Case, directory: Path, python: str, bootstraps: Sequence[str])
         assert run(case, directory, python, (bootstrap,)) == plain
 
 
+@promise("""workers.script-module-directory-zip: A script, module, directory, zip file or command line sees what plain
+    Python would show it: `sys.argv`, `sys.path`, `__main__`, `__file__`, `__spec__`, flags, descriptors, the same
+    output bytes, exit status.""")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_looks_like_plain_python(case: Case, tmp_path: Path) -> None:
     if sys.version_info < case.since:
@@ -444,6 +448,7 @@ def other_interpreters() -> list[str]:
     return usable[:1] or ["/usr/bin/python3"]
 
 
+@promise("workers.holds-under-interpreter-python: The same holds under another interpreter (`PYTHON_EXEC`).")
 @pytest.mark.parametrize("python", other_interpreters())
 def test_looks_like_plain_python_under_another_interpreter(python: str, tmp_path: Path) -> None:
     if shutil.which(python) is None:
@@ -464,6 +469,7 @@ def test_looks_like_plain_python_under_another_interpreter(python: str, tmp_path
         assert [found for found in pool.map(differs, cases) if found] == []
 
 
+@promise("workers.starts-working-directory-gone: A worker starts even if its working directory is gone.")
 def test_runs_where_the_directory_is_gone(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text("import sys; print(sys.path[0], sys.argv)")

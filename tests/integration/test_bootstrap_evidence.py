@@ -26,6 +26,7 @@ from holdfast.process.spawner.bootstrap import (
 from holdfast.process.spawner.command import BOOTSTRAP_PATH, function_command
 from holdfast.process.spawner.wire import BYTECODE
 from holdfast.process.workers.worker import BlackBox, read_blackbox
+from tests.promises import promise, proves
 
 VARIABLES = {"HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE"}
 
@@ -99,6 +100,8 @@ EXCEPTIONS = {
 }  # fmt: skip
 
 
+@promise("""failures.exception-leaves-traceback: An exception leaves its traceback and the error file without a change
+    to the program.""")
 @pytest.mark.parametrize("name", EXCEPTIONS)
 def test_exception_is_in_the_box_and_in_the_error_file(name: str, tmp_path: Path) -> None:
     source, message = EXCEPTIONS[name]
@@ -114,6 +117,8 @@ def test_exception_is_in_the_box_and_in_the_error_file(name: str, tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["error.json", "main.py"]
 
 
+@promise("""failures.itself-records-exception-fits: What holdfast itself records of an exception fits into that limit,
+    whatever its text is.""")
 @pytest.mark.parametrize("char", ["x", "\\n", "\\x1b", "\\u4f60", "\\U0001f680"])
 def test_long_texts_keep_their_end_and_fit_into_what_the_agent_reads(tmp_path: Path, char: str) -> None:
     """JSON needs up to 12 bytes for one character."""
@@ -179,6 +184,7 @@ CRASHES = {
 }
 
 
+@promise("failures.fatal-signal-leaves-stacks: A fatal signal leaves the stacks of all threads.")
 @pytest.mark.parametrize("name", CRASHES)
 def test_fatal_signal_leaves_the_stacks(name: str, tmp_path: Path) -> None:
     definition, status = CRASHES[name]
@@ -196,6 +202,7 @@ def test_fatal_signal_leaves_the_stacks(name: str, tmp_path: Path) -> None:
     assert "bootstrap.py" not in outcome.box.text
 
 
+@promise("failures.program-enabled-faulthandler: A program that enabled `faulthandler` itself keeps its own.")
 def test_users_own_faulthandler_is_left_alone(tmp_path: Path) -> None:
     outcome = run("import os; os.abort()", tmp_path, "-X", "faulthandler")
     assert "Fatal Python error" in outcome.stderr
@@ -205,6 +212,8 @@ def test_users_own_faulthandler_is_left_alone(tmp_path: Path) -> None:
 # The error file.
 
 
+@promise("""failures.overwrite-error-file-program: holdfast does not overwrite an error file that the program wrote
+    itself.""")
 def test_error_file_of_the_program_stands(tmp_path: Path) -> None:
     outcome = run("import os\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('[1]')\n1/0", tmp_path)
     assert outcome.error_file == [1]
@@ -220,6 +229,7 @@ def test_error_file_that_cannot_be_written(path: str, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["main.py"]
 
 
+@promise("failures.full-disk-unwritable-error: A full disk or an unwritable error file does not hide the failure.")
 def test_full_disk_hides_nothing(tmp_path: Path) -> None:
     outcome = run("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n1/0", tmp_path)
     assert outcome.status == 1
@@ -275,6 +285,8 @@ def facts(*args: object) -> object:
     return args, sys.argv, main.__name__, vars(main).keys() - usual, VARIABLES & os.environ.keys()
 
 
+@promise("""workers.caller-gets-function-return: The caller gets a function's return value, however large, also if only
+    cloudpickle can send it.""")
 def test_function_runs_and_returns(tmp_path: Path) -> None:
     outcome = call(lambda *args: (print("out"), facts(*args))[1], tmp_path, 1, "two")
     assert outcome.status == 0
@@ -293,6 +305,8 @@ def interrupted() -> None:
     raise KeyboardInterrupt
 
 
+@promise("""workers.function-ends-sys-exit: A function that ends with `sys.exit()`, `sys.exit(0)` or `os._exit(0)` has
+    succeeded, with the value None.""")
 @pytest.mark.parametrize(
     ("function", "status", "stderr"),
     [(interrupted, 130, "KeyboardInterrupt\n"), (lambda: os._exit(0), 0, "")],
@@ -400,12 +414,15 @@ def run_plain(source: str, directory: Path, *args: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
 
 
+@proves("workers.forked-runs-none-parent")
 def test_a_worker_forked_from_a_thread_of_a_pool_ends_without_a_word(tmp_path: Path) -> None:
     done = run_plain(FORKED_BY_A_POOL, tmp_path)
     said = ["in a pool of the worker"] * 2
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, [*said, "[0, 0]"], "")
 
 
+@promise("""workers.forked-runs-none-parent: A forked worker runs none of its parent's exit handlers, ends none of its
+    parent's children, and waits for its own children.""")
 @pytest.mark.parametrize(
     ("function", "printed", "last"),
     [

@@ -22,6 +22,7 @@ from tests.attacks.harness import check_plain
 from tests.coordinators import listener
 from tests.e2e.command import COMMAND
 from tests.nodes import Scene
+from tests.promises import promise, proves
 
 TOKEN = "planted-token-0123456789abcdef"
 PASSWORD = "planted-etcd-password"
@@ -113,6 +114,9 @@ def await_workers(scene: Scene) -> None:
     support.wait_until(are_known, "that both agents know their workers")
 
 
+@promise("""steering.bundle-collects-configuration: `holdfast bundle` collects configuration, status, events, log tails
+    and stacks of all nodes of a run, and after its end what is in the log directory. Tokens, passwords and what looks
+    like a secret are not in it.""")
 @on_both
 @pytest.mark.parametrize("way", ["here", "endpoint"])
 def test_a_run_of_two_nodes(scene: Scene, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +157,7 @@ def finish(scene: Scene) -> None:
     assert scene.ended() == {"a": 1, "b": 1}
 
 
+@proves("steering.bundle-collects-configuration")
 def test_after_the_end(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a failed run has left, from its log directory; the token is known from its file."""
     token = start_leaky(scene, monkeypatch)
@@ -181,6 +186,7 @@ def refused(scene: Scene, *args: str, code: int) -> str:
     return said
 
 
+@proves("steering.missing-bundle-named-reason")
 def test_what_is_missing_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is stopped, a log that is gone, and an endpoint where nothing is."""
     start_leaky(scene, monkeypatch)
@@ -202,6 +208,7 @@ def test_what_is_missing_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch)
     finish(scene)
 
 
+@proves("steering.missing-bundle-named-reason")
 def test_bad_input(scene: Scene, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -225,6 +232,7 @@ def test_bad_input(scene: Scene, tmp_path: Path) -> None:
     assert "No such file or directory" in said
 
 
+@proves("steering.missing-bundle-named-reason")
 def test_a_full_disk_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "attempt_0" / "0").mkdir(parents=True)
     (tmp_path / "attempt_0" / "0" / "stdout.log").write_bytes(os.urandom(40_000))
@@ -238,6 +246,8 @@ def test_a_full_disk_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
     assert not [*scene.home.glob("full*")]
 
 
+@promise("""steering.missing-bundle-named-reason: What is missing in a bundle is named with the reason and costs no
+    other piece. Its size is bounded, it is private, replaces no file, and an error or a signal leaves none.""")
 def test_a_signal_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
     with listener(b"") as port:  # It says nothing, so the checks of the way to it take some seconds.
         command = [sys.executable, "-m", "holdfast", "bundle", "job7", "--rdzv-endpoint", f"127.0.0.1:{port}"]
@@ -261,6 +271,7 @@ def test_half_a_secret_at_the_beginning_of_a_tail_is_left_out(scene: Scene, tmp_
 # The archive alone.
 
 
+@proves("steering.missing-bundle-named-reason")
 def test_logs_have_a_quota_and_one_bad_piece_costs_no_other(tmp_path: Path) -> None:
     from holdfast.telemetry.redaction import Redactor
 
@@ -284,6 +295,7 @@ def test_logs_have_a_quota_and_one_bad_piece_costs_no_other(tmp_path: Path) -> N
     }
 
 
+@proves("steering.missing-bundle-named-reason")
 def test_an_error_leaves_no_file(tmp_path: Path) -> None:
     from holdfast.telemetry.redaction import Redactor
 

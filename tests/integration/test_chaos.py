@@ -14,6 +14,7 @@ import pytest
 from holdfast.testing.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.nodes import SHORT_S, Node, Scene
+from tests.promises import promise
 
 TROUBLE_S = 8.0
 PAUSES_S = (0.05, 0.3, 0.7, 1.5, 2.5)
@@ -120,6 +121,10 @@ def last_word(node: Node) -> str:
     return lines[-1] if lines else ""
 
 
+@promise("""nodes.run-processes-killed-frozen: A run whose processes are killed or frozen at random continues as soon as
+    it can.""")
+@promise("""etcd-runs.whatever-killed-frozen-random: Whatever is killed or frozen at random, a run on tcp or etcd
+    continues, and workers of two worlds are never alive at once.""")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("backend", ["tcp", "etcd"])
 def test_the_run_goes_on(tmp_path: Path, etcd: EtcdServer, backend: str, seed: int) -> None:

@@ -21,6 +21,7 @@ from holdfast.rendezvous.membership.model import PlaceLost
 from holdfast.rendezvous.settings import read
 from tests import support
 from tests.coordinators import Caller, CoordinatorProcess, coordinator, form, node
+from tests.promises import promise, proves
 from tests.relay import Relay
 
 
@@ -35,6 +36,8 @@ def is_connected(made: CoordinatorHandler) -> bool:
     return made._client.reach.since is None
 
 
+@promise("""coordinator.heartbeats-leases-go-node: Heartbeats and leases go on while a node starts a coordinator or
+    connects to one. A connection attempt is given up at once when the coordinator has moved.""")
 def test_a_coordinator_that_starts_slowly_costs_the_node_that_starts_it_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +93,7 @@ def test_a_dial_that_was_refused_long_ago_starts_no_coordinator(
     assert not hosted
 
 
+@proves("coordinator.node-workers-waits")
 def test_a_node_that_has_had_no_place_gives_up_after_the_join_timeout(tmp_path: Path) -> None:
     """Though it was welcome, and `outage_timeout` is longer."""
     first = CoordinatorProcess(tmp_path)
@@ -120,6 +124,7 @@ class Moving(Locator):
         self.found = found
 
 
+@proves("coordinator.heartbeats-leases-go-node")
 def test_a_dial_is_given_up_when_the_coordinator_has_moved(tmp_path: Path) -> None:
     """The address that the node knows accepts its connection and says nothing: the handshake there would take 5 s."""
     with coordinator(tmp_path) as server, socket.create_server(("127.0.0.1", 0)) as silent:

@@ -31,6 +31,7 @@ from holdfast.rendezvous.static import StandaloneRendezvous
 from holdfast.telemetry.status import plain
 from tests import support
 from tests.integration.test_agent import make_agent
+from tests.promises import promise, proves
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
@@ -84,6 +85,9 @@ def at_the_gate(directory: str) -> None:
         sys.exit(3 if life == "0" else 0)
 
 
+@promise("""status.agent-phase-round-place: An agent's status has its phase, round, place, workers (pid, state, exit
+    code, log paths, last progress), restarts, what it waits for and its last steps.""")
+@proves("status.agent-found-wherever-tmpdir")
 def test_two_agents_tell_what_they_are_doing(tmp_path: Path, home: Path) -> None:
     gates = {(name, life): tmp_path / f"{name}-{life}" for name in ("job7", "job8") for life in range(2)}
     for gate in gates.values():
@@ -136,6 +140,7 @@ def test_two_agents_tell_what_they_are_doing(tmp_path: Path, home: Path) -> None
     assert list(home.iterdir()) == []
 
 
+@promise("status.run-works-place-socket: A run works without a place for the socket.")
 def test_the_run_goes_on_without_a_place_for_the_socket(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,6 +160,7 @@ def test_a_table_of_commands(serve: Callable[..., ControlSocket]) -> None:
     assert asked(path, {"command": "dance"}) == {"error": "unknown command; known commands: echo, fail, status"}
 
 
+@proves("status.slow-clients-junk-lack")
 @pytest.mark.parametrize(
     "words", [b"\n", b"junk\n", b"\xff\n", b"[]\n", b"3\n", b'{"command": []}\n', b"{}\n", b"[" * 4000 + b"\n"]
 )
@@ -171,6 +177,8 @@ def connected(path: str) -> socket.socket:
     return client
 
 
+@promise("""status.slow-clients-junk-lack: Slow clients, junk and a lack of descriptors delay other clients by a second
+    at most, and the run not at all.""")
 @pytest.mark.parametrize("words", [b"", b'{"command": "sta', b'{"command": "status"}\nmore', b"x" * 100_000])
 def test_a_client_that_does_not_finish_is_dropped(serve: Callable[..., ControlSocket], words: bytes) -> None:
     """Those behind it wait no longer than that."""
@@ -187,6 +195,7 @@ def test_a_client_that_does_not_finish_is_dropped(serve: Callable[..., ControlSo
             pass
 
 
+@proves("status.slow-clients-junk-lack")
 def test_a_client_that_does_not_read_is_dropped(serve: Callable[..., ControlSocket]) -> None:
     path = serve(much=lambda request: "x" * (3 << 20)).path
     with connected(path) as client:
@@ -219,6 +228,7 @@ def test_answers_that_are_none(home: Path) -> None:
             thread.join()
 
 
+@proves("steering.whatever-agent-coordinator")
 def test_slow_commands_delay_no_other_one(serve: Callable[..., ControlSocket]) -> None:
     go = threading.Event()
     made = serve(wait=lambda request: go.wait(support.DEADLINE_S))
@@ -247,6 +257,7 @@ def test_without_a_thread_a_slow_command_is_refused_and_later_served(
     assert asked(made.path, {"command": "wait"}, 30) == {"result": "holdfast-query"}
 
 
+@proves("status.slow-clients-junk-lack")
 def test_without_descriptors_nothing_spins(
     serve: Callable[..., ControlSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +328,9 @@ def a_file(directory: Path) -> None:
     directory.touch()
 
 
+@promise("""status.socket-created-directory-belongs: The socket is created only in a directory that belongs to the user
+    alone: no link, no other owner, closed to the group. If another user has taken the names of these directories, one
+    with a random name is made, a line says so, and commands find it.""")
 @pytest.mark.parametrize("trap", [link_to_it, open_to_the_group, pytest.param(of_another_user, marks=as_root), a_file])
 def test_a_directory_that_is_not_ours_alone_is_not_used(
     serve: Callable[..., ControlSocket],
@@ -354,6 +368,8 @@ def test_a_path_that_is_too_long_is_not_used(
     assert list(deep.iterdir()) == []
 
 
+@promise("""status.agent-found-wherever-tmpdir: An agent is found wherever its TMPDIR is, and several agents of one
+    process each have a socket.""")
 def test_an_agent_is_found_wherever_its_socket_is(
     serve: Callable[..., ControlSocket], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +396,8 @@ def as_nobody(source: str, *args: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
 
 
+@promise("""status.user-root-ask-agent: Only its user and root can ask an agent. Root accepts an answer only about the
+    process that answers.""")
 @as_root
 def test_another_user_is_refused(serve: Callable[..., ControlSocket], home: Path) -> None:
     path = serve().path
@@ -404,6 +422,7 @@ print([agent for agent in ask.find()[0] if agent.status.run_id == "job7"])
     assert "job7" in found_here()
 
 
+@proves("status.user-root-ask-agent")
 @as_root
 def test_root_sees_the_agents_of_others_if_it_asks_and_believes_what_they_say_of_themselves() -> None:
     source = """
@@ -434,6 +453,7 @@ sys.stdin.read()
 """
 
 
+@proves("status.nothing-left-end-next")
 @pytest.mark.parametrize("remover", ["a command", "an agent"])
 def test_a_killed_agent_leaves_a_socket_that_is_removed(serve: Callable[..., ControlSocket], remover: str) -> None:
     os.utime(serve("old").path, (0, 0))
@@ -454,6 +474,7 @@ def test_a_killed_agent_leaves_a_socket_that_is_removed(serve: Callable[..., Con
     assert "old" in found_here()
 
 
+@proves("hangs.stacks-shows-agents-run")
 def test_an_agent_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "_OWN_LIMIT_S", 0.5)
     process = subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -465,6 +486,7 @@ def test_an_agent_that_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     process.communicate()
 
 
+@proves("status.nothing-left-end-next")
 def test_a_forked_process_does_not_keep_the_socket(serve: Callable[..., ControlSocket]) -> None:
     control_socket = serve()
     pid = os.fork()
@@ -475,6 +497,8 @@ def test_a_forked_process_does_not_keep_the_socket(serve: Callable[..., ControlS
     assert "job7" in found_here()
 
 
+@promise("""status.nothing-left-end-next: Nothing is left at the end. The next agent, or command that looks for agents,
+    removes the socket of a killed agent. No forked process keeps the socket.""")
 def test_nothing_is_left_at_the_end(home: Path, no_descriptor_leak: None) -> None:
     with control.served("job7", {}):
         [path] = (home / "holdfast").iterdir()
@@ -493,6 +517,7 @@ def fail_at_the_gate(directory: str, code: int) -> None:
         sys.exit(code)
 
 
+@proves("dashboard.end-run-last-state")
 @pytest.mark.parametrize(("code", "end", "states"), [(0, "succeeded", "succeeded"), (3, "failed", "failed")])
 def test_an_agent_says_how_its_run_ended(tmp_path: Path, code: int, end: str, states: str) -> None:
     os.mkfifo(tmp_path / "gate")

@@ -31,6 +31,7 @@ from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Settings, Stop
 from tests import support
 from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, form, listener, node
+from tests.promises import promise, proves
 
 
 @pytest.fixture
@@ -80,6 +81,8 @@ def test_it_tells_who_stands_by_and_how_a_run_ended(server: CoordinatorProcess) 
     server.await_line("is over: all workers have succeeded")
 
 
+@promise("""coordinator.node-rank-holds-master: The node of rank 0 holds the master port, at all its addresses: no other
+    process can be given it at one of them.""")
 def test_the_master_port_is_held_by_the_node_of_rank_0(server: CoordinatorProcess) -> None:
     with node(server.port) as a:
         (found,) = form(a)
@@ -88,6 +91,7 @@ def test_the_master_port_is_held_by_the_node_of_rank_0(server: CoordinatorProces
             pass  # A worker can listen there, and whoever wants any free port is not given this one.
 
 
+@proves("coordinator.endpoint-run-node-run")
 @pytest.mark.parametrize("token", ["", "a secret of many bytes"], ids=["without a token", "with the token"])
 def test_a_node_of_another_run_is_refused_at_once(tmp_path: Path, token: str) -> None:
     """The run that is served is named to those who know the token."""
@@ -107,6 +111,7 @@ def test_a_node_of_another_run_is_refused_at_once(tmp_path: Path, token: str) ->
         assert not a.is_closed()
 
 
+@proves("coordinator.endpoint-run-node-run")
 def test_runs_are_served_one_after_another(server: CoordinatorProcess) -> None:
     """A handshake fixes nothing; a run that is over, or has no node for a lease, gives way."""
     with Peer(server.port) as looked_in:
@@ -122,6 +127,7 @@ def test_runs_are_served_one_after_another(server: CoordinatorProcess) -> None:
     server.await_line("run 'two' is over: no node is there any more")
 
 
+@proves("coordinator.close-doubtful-gives-place")
 def test_after_junk_a_place_is_given_away_when_the_lease_is_over(server: CoordinatorProcess) -> None:
     """The junk may come from the path, and the close may be lost: the node's workers live on until its lease ends."""
     settings = Settings(2, 2, lease_s=3.0, drop_timeout_s=0.2)
@@ -150,6 +156,7 @@ def first_node(server: CoordinatorProcess, settings: Settings, **facts: Any) -> 
     return peer
 
 
+@proves("nodes.rejected-settings-differ-requested")
 def test_a_node_whose_settings_differ_is_refused(server: CoordinatorProcess) -> None:
     words = r"^run '.*' rejected this node: --lease 9, this run has --lease 5$"
     settings = Settings(2, 2, 30.0, 0.2, close_linger_s=0.3)
@@ -157,6 +164,7 @@ def test_a_node_whose_settings_differ_is_refused(server: CoordinatorProcess) -> 
         Caller(b.next_rendezvous).result()
 
 
+@promise("coordinator.loopback-address-refused: A loopback address is refused if other nodes have real addresses.")
 def test_a_node_at_a_loopback_address_is_refused_among_others(server: CoordinatorProcess) -> None:
     words = r"its address is 127\.0\.0\.1, .* first is at 192\.0\.2\.7; give this node an address with --local-addr$"
     settings = Settings(2, 2, 30.0, 0.2, close_linger_s=0.3)
@@ -168,6 +176,8 @@ def test_a_node_at_a_loopback_address_is_refused_among_others(server: Coordinato
 # Where it listens.
 
 
+@promise("""coordinator.listens-endpoint-address: The coordinator listens only at the endpoint's address, and not before
+    it can answer.""")
 def test_it_listens_at_the_given_address_and_nowhere_else(server: CoordinatorProcess) -> None:
     listening = [
         each.laddr
@@ -179,6 +189,7 @@ def test_it_listens_at_the_given_address_and_nowhere_else(server: CoordinatorPro
         socket.create_connection(("127.0.0.2", server.port), 5)
 
 
+@proves("coordinator.listens-endpoint-address")
 def test_one_that_an_agent_starts_listens_at_the_endpoint_only(tmp_path: Path, own_home: None) -> None:
     port = support.free_port()
     with node(port, is_host=None) as a:
@@ -207,6 +218,7 @@ def web_server() -> Iterator[int]:
         thread.join()
 
 
+@proves("coordinator.nothing-listens-answers-yet")
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("server_at", [web_server, listener])
 def test_something_that_says_nothing_at_the_port(server_at: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -226,6 +238,7 @@ def test_somebody_who_hangs_up_at_the_port() -> None:
         assert "it closed the connection (tried " in refusal(a)
 
 
+@proves("coordinator.wrong-endpoint-ends-first")
 @pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\x00\x00\x00\x03abc", b"\xff" * 64])
 def test_something_else_that_speaks_first(says: bytes) -> None:
     with listener(says) as port, node(port) as a:
@@ -240,6 +253,7 @@ def test_run_ids_that_cannot_be(server: CoordinatorProcess, run_id: str) -> None
         assert peer.await_kind(protocol.Denied).reason == f"a run id has 1 to 1024 characters, not {len(run_id)}"
 
 
+@proves("coordinator.nothing-listens-answers-yet")
 @pytest.mark.usefixtures("hasty")
 def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     port = support.free_port()
@@ -285,6 +299,7 @@ def test_an_address_that_only_others_can_use(server: CoordinatorProcess) -> None
         assert found.found.bootstrap_store_info.master_addr == "192.0.2.9"
 
 
+@proves("output.name-server-answer-delays")
 def test_a_name_as_the_nodes_address_is_looked_up_once(
     server: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +337,7 @@ def await_free(port: int) -> None:
     support.wait_until(is_free, f"the end of the coordinator at port {port}")
 
 
+@proves("coordinator.outlives-agent-started")
 @pytest.mark.usefixtures("own_home")
 def test_several_agents_of_a_host_start_one_coordinator(tmp_path: Path) -> None:
     port = support.free_port()
@@ -358,6 +374,7 @@ def test_a_coordinator_that_cannot_start_says_why(tmp_path: Path) -> None:
         )
 
 
+@proves("coordinator.node-joins-gave-shutdown")
 @pytest.mark.usefixtures("own_home")
 def test_a_host_that_cannot_look_up_the_endpoint_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """To connect was refused, so the name did resolve just before."""
@@ -379,6 +396,8 @@ def test_a_host_that_cannot_look_up_the_endpoint_for_a_moment(monkeypatch: pytes
 # Handlers that cannot go on.
 
 
+@promise("""coordinator.node-joins-gave-shutdown: A node that joins again after it gave up, or after a shutdown, gets
+    the reason why it cannot. A moment in which the endpoint cannot be bound ends nothing.""")
 @pytest.mark.usefixtures("hasty")
 def test_whoever_joins_again_hears_again_why_it_cannot() -> None:
     with node(support.free_port(), join_timeout=0.3) as a:
@@ -390,6 +409,7 @@ def test_whoever_joins_again_hears_again_why_it_cannot() -> None:
             Caller(a.next_rendezvous).result()
 
 
+@proves("coordinator.node-joins-gave-shutdown")
 @pytest.mark.usefixtures("no_descriptor_leak")
 def test_a_shutdown_while_the_first_join_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The address is looked up in a thread of its own; what it makes of it later is nobody's."""
@@ -438,6 +458,7 @@ def test_modules_in_the_working_directory_do_not_reach_the_coordinator(
 # Restarts.
 
 
+@proves("coordinator.killed-continues-run-workers")
 def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path) -> None:
     first = CoordinatorProcess(tmp_path, port=support.free_port())
     try:
@@ -460,6 +481,7 @@ def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path)
         first.close()
 
 
+@proves("coordinator.node-workers-waits")
 def test_a_coordinator_that_is_away_for_longer_than_the_join_timeout(tmp_path: Path) -> None:
     first = CoordinatorProcess(tmp_path, port=support.free_port())
     try:
@@ -490,6 +512,7 @@ SLOW_IMPORT = """
 """
 
 
+@proves("coordinator.started-hand-started-agents")
 def test_nobody_can_connect_before_it_is_ready_to_answer(tmp_path: Path, mailbox: support.Mailbox) -> None:
     """Agents whose coordinator is started again take a connection for its return; a refusal keeps their leases."""
     gate, port = tmp_path / "gate", support.free_port()
@@ -507,6 +530,7 @@ def test_nobody_can_connect_before_it_is_ready_to_answer(tmp_path: Path, mailbox
         process.close()
 
 
+@proves("coordinator.memory-file-private-used")
 @pytest.mark.parametrize("junk", [b"", b"junk", b'{"boot_id": 5, "memory": []}'])
 def test_junk_where_its_memory_should_be(tmp_path: Path, junk: bytes) -> None:
     first = CoordinatorProcess(tmp_path, port=support.free_port())
@@ -530,6 +554,7 @@ def test_junk_where_its_memory_should_be(tmp_path: Path, junk: bytes) -> None:
 # The end.
 
 
+@proves("coordinator.ends-run-node-connected")
 def test_it_ends_when_nobody_has_been_there(tmp_path: Path) -> None:
     process = CoordinatorProcess(tmp_path, "--idle-timeout", "0.3")
     try:
@@ -538,6 +563,8 @@ def test_it_ends_when_nobody_has_been_there(tmp_path: Path) -> None:
         process.close()
 
 
+@promise("""coordinator.ends-run-node-connected: The coordinator ends with its run, when no node has connected for a
+    while, or when it is told to. The next one continues an unfinished run.""")
 def test_it_ends_with_its_run(tmp_path: Path) -> None:
     process = CoordinatorProcess(tmp_path, "--idle-timeout", "60")
     try:
@@ -570,6 +597,7 @@ def test_a_visitor_is_no_run(tmp_path: Path) -> None:
 ENDINGS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 
 
+@proves("coordinator.ends-run-node-connected")
 @ENDINGS
 def test_it_ends_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> None:
     process = CoordinatorProcess(tmp_path)
@@ -655,6 +683,7 @@ def test_a_port_that_is_taken(server: CoordinatorProcess) -> None:
         assert ended.stderr == f"holdfast coordinator: error: cannot listen at {address}: {reason}\n"
 
 
+@proves("coordinator.memory-file-run-address")
 def test_two_of_one_port_at_different_addresses_do_not_share_their_memory(tmp_path: Path) -> None:
     """The second one would wait for the members of the first one's round."""
     port = support.free_port()
@@ -665,6 +694,7 @@ def test_two_of_one_port_at_different_addresses_do_not_share_their_memory(tmp_pa
                 assert peer.await_kind(model.Sealed).place.round == 1
 
 
+@proves("coordinator.ends-run-node-connected")
 def test_state_is_kept_when_it_is_stopped_in_the_middle_of_a_run(tmp_path: Path) -> None:
     process = CoordinatorProcess(tmp_path)
     with Peer(process.port) as peer:

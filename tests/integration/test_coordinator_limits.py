@@ -26,6 +26,7 @@ from holdfast.rendezvous.membership.model import NodeFacts, Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import coordinators, support
 from tests.coordinators import CoordinatorProcess, Peer, coordinator_thread, form, listener, node
+from tests.promises import promise, proves
 
 TWO = Settings(2, 2, lease_s=60.0)  # No heartbeats are needed.
 
@@ -82,6 +83,9 @@ JUNK = [
 ]
 
 
+@promise("""coordinator.client-sends-junk-much: A client that sends junk, too much, too slowly or nothing, or does not
+    read, costs the coordinator one connection. Hundreds of idle connections do no harm, and closed connections leave
+    nothing behind.""")
 def test_junk_instead_of_a_hello_after_it_and_after_a_join(server: CoordinatorProcess, honest: Settings) -> None:
     for number, junk in enumerate(JUNK):
         for peer in (
@@ -94,6 +98,7 @@ def test_junk_instead_of_a_hello_after_it_and_after_a_join(server: CoordinatorPr
                 assert peer.is_hung_up(), junk
 
 
+@proves("coordinator.client-sends-junk-much")
 def test_what_one_node_says_is_not_too_long_for_the_others(tmp_path: Path) -> None:
     """The reason why a node is refused is told to those that wait, who take no longer texts than anybody does."""
     with limited(tmp_path) as port, member(port) as waiting:
@@ -111,6 +116,7 @@ def test_what_one_node_says_is_not_too_long_for_the_others(tmp_path: Path) -> No
 HELLO = encode(protocol.Hello(protocol.MAJOR, "run", bytes(32)))
 
 
+@proves("coordinator.client-sends-junk-much")
 @pytest.mark.parametrize(
     ("said", "line"),
     [
@@ -133,6 +139,7 @@ def test_a_stranger_says_hello_and_joins_in_time(
     await_line(caplog, line)
 
 
+@proves("coordinator.client-sends-junk-much")
 def test_a_client_that_falls_silent_is_cut_off_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a message, or nothing at all: its machine may be gone without a word. One that asks now and then stays."""
     monkeypatch.setattr(served_run, "_SILENCE_S", 1.0)
@@ -159,6 +166,7 @@ def is_closed(guest: Visitor) -> bool:
 # Greedy ones.
 
 
+@proves("coordinator.client-sends-junk-much")
 def test_a_client_that_never_reads(server: CoordinatorProcess, honest: Settings) -> None:
     """It gets its answers no faster than it reads them, and is not read from meanwhile."""
     before = server.memory_bytes
@@ -171,6 +179,7 @@ def test_a_client_that_never_reads(server: CoordinatorProcess, honest: Settings)
         assert server.memory_bytes - before < 64 * MIB
 
 
+@proves("coordinator.connection-holds-slice-time")
 def test_many_questions_at_once_are_all_answered(tmp_path: Path) -> None:
     """Heartbeats, large values, and requests that one set wakes."""
     with limited(tmp_path) as port, member(port) as peer, member(port, "b") as setting:
@@ -186,6 +195,7 @@ def test_many_questions_at_once_are_all_answered(tmp_path: Path) -> None:
         assert {(answer.number, len(answer.values[0])) for answer in answers} == {(at, MIB - 1000) for at in range(40)}
 
 
+@proves("coordinator.store-bound-request-most")
 def test_half_messages_of_strangers_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with limited(tmp_path, held_bytes=3 << 19) as port, member(port) as modest, contextlib.ExitStack() as stack:
         half = encode(protocol.StoreRequest(b"", 1, "set", ("k",), (bytes(1 << 19),)))[:-1]
@@ -201,6 +211,8 @@ def test_half_messages_of_strangers_are_bounded(tmp_path: Path, caplog: pytest.L
 # Many.
 
 
+@promise("""coordinator.strangers-use-connections: Strangers cannot use up connections or descriptors; a connection that
+    has not joined is a stranger, also after its handshake.""")
 @pytest.mark.parametrize("is_admitted", [False, True])
 def test_the_oldest_stranger_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture, is_admitted: bool) -> None:
     """Whether it has introduced itself or not. A node is no stranger."""
@@ -220,6 +232,7 @@ def test_the_oldest_stranger_makes_room(tmp_path: Path, caplog: pytest.LogCaptur
             late.ask("check", "k")
 
 
+@proves("coordinator.strangers-use-connections")
 def test_the_last_descriptors_are_kept_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with limited(tmp_path, spare_descriptors=soft - 3) as port, Peer(port) as peer:
@@ -228,6 +241,7 @@ def test_the_last_descriptors_are_kept_back(tmp_path: Path, caplog: pytest.LogCa
     await_line(caplog, "is turned away: this coordinator has too many connections")
 
 
+@proves("coordinator.strangers-use-connections")
 @pytest.mark.parametrize("is_passing", [True, False])
 def test_an_agent_tries_again_if_it_may_be_let_in_later(is_passing: bool) -> None:
     with (
@@ -239,6 +253,7 @@ def test_an_agent_tries_again_if_it_may_be_let_in_later(is_passing: bool) -> Non
     assert isinstance(caught.value, RendezvousTimeoutError) == is_passing, "after the join timeout, or at once"
 
 
+@proves("coordinator.client-sends-junk-much")
 def test_connections_that_come_and_go_leave_nothing(server: CoordinatorProcess, honest: Settings) -> None:
     with Peer(server.port):
         before = server.descriptors
@@ -254,6 +269,9 @@ def test_connections_that_come_and_go_leave_nothing(server: CoordinatorProcess, 
     support.wait_until(lambda: server.descriptors <= before, "its descriptors are closed again")
 
 
+@promise("""coordinator.messages-older-connection: Messages on an older connection of a node are dropped. A connection
+    that a newer incarnation supersedes is closed, and its heartbeats are not answered. The memory needed for that is
+    bounded.""")
 def test_a_node_that_connects_twice_is_served_on_the_newer_connection(tmp_path: Path) -> None:
     """The older one may look open to the coordinator for a while."""
     settings = Settings(1, 1, lease_s=60.0)

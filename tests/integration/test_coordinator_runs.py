@@ -36,6 +36,7 @@ from tests.coordinators import (
     form,
     node,
 )
+from tests.promises import promise, proves
 
 
 @pytest.fixture
@@ -62,6 +63,8 @@ def await_log(caplog: pytest.LogCaptureFixture, *words: str) -> str:
 # While a node waits.
 
 
+@promise("""coordinator.waiting-node-reports: A waiting node reports that another was rejected, and why. If a node
+    leaves, the others report within seconds what they wait for.""")
 def test_a_node_that_waits_hears_that_another_was_turned_away(
     server: CoordinatorProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -75,6 +78,7 @@ def test_a_node_that_waits_hears_that_another_was_turned_away(
         assert said == f"node {other._facts.node_id} was turned away: {difference}"
 
 
+@proves("coordinator.waiting-node-reports")
 def test_a_node_whose_peer_leaves_says_what_it_waits_for(
     server: CoordinatorProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +94,8 @@ def test_a_node_whose_peer_leaves_says_what_it_waits_for(
         assert time.monotonic() - began < 10  # It takes a second; the join timeout is 30 s.
 
 
+@promise("""coordinator.newcomer-waits-frozen-join: A newcomer waits for a frozen coordinator until its join timeout, as
+    its message says.""")
 def test_a_newcomer_waits_for_a_frozen_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,6 +118,7 @@ def test_a_newcomer_waits_for_a_frozen_coordinator(
 # A stop that does not end.
 
 
+@proves("coordinator.node-keeps-lease-come")
 def test_a_node_that_never_comes_back_from_a_stop_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -141,6 +148,8 @@ def succeed(*handlers: CoordinatorHandler) -> None:
         await_push(each, Ended)
 
 
+@promise("""coordinator.run-ended-below-maximum: If a run ended below its maximum number of nodes, a node that comes
+    within `close_linger` gets its outcome, and one line names `--rdzv-id`.""")
 def test_a_node_that_comes_too_late_gets_the_outcome(
     server: CoordinatorProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,12 +163,14 @@ def test_a_node_that_comes_too_late_gets_the_outcome(
         assert line.endswith("all workers have succeeded; a new run needs another --rdzv-id")
 
 
+@proves("coordinator.endpoint-run-node-run")
 def test_the_name_of_a_run_that_was_complete_is_free_at_once(server: CoordinatorProcess) -> None:
     for _ in range(2):
         with node(server.port, "1:2", close_linger=30) as a, node(server.port, "1:2", close_linger=30) as b:
             succeed(a, b)
 
 
+@proves("coordinator.run-client-forgotten-few")
 def test_a_run_that_all_nodes_have_left_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_DESERTED_S", 0.2)
     settings = Settings(1, 1, heartbeat_s=0.05, lease_s=0.1)
@@ -172,6 +183,7 @@ def test_a_run_that_all_nodes_have_left_is_forgotten(tmp_path: Path, monkeypatch
             support.wait_until(lambda: not list((tmp_path / "state").iterdir()), "its memory is gone")
 
 
+@proves("coordinator.messages-older-connection")
 def test_what_is_known_of_nodes_that_are_away_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of a node that is connected stays its own, however many nodes come and go."""
     monkeypatch.setattr(machine, "_REMEMBERED_NODES", 4)
@@ -192,6 +204,8 @@ def test_what_is_known_of_nodes_that_are_away_is_bounded(tmp_path: Path, monkeyp
 # What is said, and what goes wrong.
 
 
+@promise("""coordinator.decision-peer-caused-line: Each decision that a peer caused is one line with its address and
+    node id; lines are short and rationed.""")
 def test_a_line_for_each_decision(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings(1, 2, last_call_s=0.0)
     with coordinator_thread(tmp_path) as port, Peer(port) as first, Peer(port) as second, Peer(port) as third:
@@ -218,6 +232,8 @@ def test_a_line_for_each_decision(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert len(line) < 1000
 
 
+@promise("""coordinator.run-machine-fails-closed: A run whose machine fails is closed as a whole, and goes on from its
+    memory when its nodes come back.""")
 @pytest.mark.parametrize("broken", ["machine", "encoder"])
 def test_a_run_that_fails_inside_is_closed_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
@@ -285,6 +301,8 @@ def watched(home: Path, how: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@promise("""coordinator.loop-stands-longer-lease: A coordinator whose loop stands still for longer than a lease kills
+    itself; one that was frozen as a whole goes on.""")
 def test_a_coordinator_whose_loop_stands_still_kills_itself(tmp_path: Path) -> None:
     with watched(tmp_path, "block") as process:
         _, said = process.communicate(timeout=30)
@@ -293,6 +311,7 @@ def test_a_coordinator_whose_loop_stands_still_kills_itself(tmp_path: Path) -> N
         assert "in main" in said or "in serve" in said or "in run_forever" in said
 
 
+@proves("coordinator.loop-stands-longer-lease")
 def test_a_coordinator_that_was_frozen_goes_on(tmp_path: Path) -> None:
     with watched(tmp_path, "serve") as process:
         assert process.stdout is not None

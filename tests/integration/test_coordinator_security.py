@@ -26,6 +26,7 @@ from holdfast.rendezvous.settings import TlsFiles
 from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, coordinator_thread, form, listener, node
+from tests.promises import promise, proves
 from tests.relay import Relay
 
 TOKEN = b"open sesame, says the test"
@@ -101,6 +102,8 @@ def of_kind(kind: str) -> Any:
     return pytest.mark.parametrize("server", [kind], indirect=True)
 
 
+@promise("""coordinator.token-sides-prove-know: With a token both sides prove that they know it before anything is
+    served, the coordinator first. A wrong token, or a token on one side only, causes one clear line on each side.""")
 def test_the_right_token(server: CoordinatorProcess, token_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with node(server.port, "2", token_file=token_file) as a:
         monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
@@ -108,6 +111,7 @@ def test_the_right_token(server: CoordinatorProcess, token_file: str, monkeypatc
             assert {each.number for each in form(a, b)} == {1}
 
 
+@proves("coordinator.token-sides-prove-know")
 def test_the_wrong_token(server: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_TOKEN", "open barley, says the thief")
     with node(server.port) as a:
@@ -116,6 +120,7 @@ def test_the_wrong_token(server: CoordinatorProcess, monkeypatch: pytest.MonkeyP
     assert only_complaint(server).endswith("is turned away: its token is not the one of this coordinator")
 
 
+@proves("coordinator.token-sides-prove-know")
 @pytest.mark.parametrize(
     ("server", "token", "words"),
     [
@@ -134,6 +139,7 @@ def test_a_token_on_one_side_only(
     assert only_complaint(server).endswith(f"is turned away: {words}")
 
 
+@proves("coordinator.token-sides-prove-know")
 @pytest.mark.parametrize(
     ("wants_token", "answer"), [(True, protocol.Proved()), (True, protocol.Welcome()), (False, protocol.Welcome())]
 )
@@ -147,6 +153,9 @@ def test_a_coordinator_that_does_not_prove_the_token_hears_nothing(
         assert refusal(a) == f"the coordinator at 127.0.0.1:{port} does not know this agent's token"
 
 
+@promise("""coordinator.token-frame-sealed-heard: With a token every frame is sealed. What was heard on one connection
+    opens no other; a frame that was made up, changed, repeated, dropped or reordered on the way ends the
+    connection.""")
 def test_what_was_heard_on_one_connection_opens_no_other(server: CoordinatorProcess) -> None:
     with Peer(server.port) as honest, Peer(server.port) as thief:
         honest.sock = recorder = Recorder(honest.sock)
@@ -157,6 +166,7 @@ def test_what_was_heard_on_one_connection_opens_no_other(server: CoordinatorProc
             thief.is_hung_up()
 
 
+@proves("coordinator.endpoint-run-node-run")
 def test_a_coordinator_with_the_token_of_one_run_names_it_to_no_other(tmp_path: Path) -> None:
     """It cannot check what a node of another run knows."""
     token = keys.run_token(TOKEN, "run")
@@ -166,6 +176,7 @@ def test_a_coordinator_with_the_token_of_one_run_names_it_to_no_other(tmp_path: 
             other.enter("another run", TOKEN)
 
 
+@proves("coordinator.token-frame-sealed-heard")
 def test_a_frame_that_was_changed_or_sent_twice_ends_the_connection(server: CoordinatorProcess) -> None:
     for spoil in (lambda frame: frame[:-1] + b"!", lambda frame: frame + frame):
         with Peer(server.port) as peer:
@@ -175,6 +186,7 @@ def test_a_frame_that_was_changed_or_sent_twice_ends_the_connection(server: Coor
     assert only_complaint(server).endswith("a frame whose seal is wrong")
 
 
+@proves("coordinator.token-sides-prove-know")
 def test_nothing_is_served_before_the_token_is_proved(server: CoordinatorProcess) -> None:
     for request in (protocol.StoreRequest(b"", 1, "set", ("k",), (b"v",)), protocol.Close("ha"), protocol.Heartbeat(1)):
         with Peer(server.port) as peer:
@@ -226,6 +238,8 @@ def test_a_welcome_node_that_is_turned_away_later_keeps_trying(
 # TLS.
 
 
+@promise("""coordinator.tls-works-certificates-side: TLS works with certificates of one side or of both. A certificate
+    of another authority, a missing certificate, and TLS on one side only are reported.""")
 @of_kind("tls")
 def test_a_server_with_a_certificate(server: CoordinatorProcess, certificates: Certificates) -> None:
     by_name = {"endpoint": f"localhost:{server.port}", "tls_ca": certificates.ca_pem}
@@ -235,6 +249,7 @@ def test_a_server_with_a_certificate(server: CoordinatorProcess, certificates: C
         assert second.found.store.get("large") == bytes(900_000)
 
 
+@proves("coordinator.tls-works-certificates-side")
 @of_kind("mutual")
 def test_clients_with_certificates(server: CoordinatorProcess, certificates: Certificates) -> None:
     files = {"tls_cert": certificates.client_pem, "tls_key": certificates.client_key, "tls_ca": certificates.ca_pem}
@@ -242,6 +257,7 @@ def test_clients_with_certificates(server: CoordinatorProcess, certificates: Cer
         assert {each.number for each in form(a, b)} == {1}
 
 
+@proves("coordinator.tls-works-certificates-side")
 @pytest.mark.parametrize(
     ("server", "files", "words", "complaint"),
     [
@@ -263,6 +279,7 @@ def test_a_certificate_that_is_not_accepted(
     assert complaint in only_complaint(server)
 
 
+@proves("coordinator.tls-works-certificates-side")
 @of_kind("tls")
 def test_tls_on_the_coordinators_side_only(server: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.3)
@@ -272,6 +289,8 @@ def test_tls_on_the_coordinators_side_only(server: CoordinatorProcess, monkeypat
     assert "does not get a TLS connection: it went away" in only_complaint(server)
 
 
+@promise("""coordinator.certificates-renewed-run: Certificates can be renewed while a run is active: the coordinator
+    uses them for new connections, agents when they reconnect. A half-finished renewal changes nothing.""")
 def test_renewed_certificates_are_used(tmp_path: Path, certificates: Certificates) -> None:
     """Both sides get others, of another authority, while a node is in a round; then its connection is cut."""
     old = (certificates.server_pem, certificates.server_key, certificates.ca_pem)
@@ -328,6 +347,7 @@ def test_a_stranger_that_is_slow_with_tls(
         assert peer.is_hung_up()
 
 
+@proves("coordinator.close-doubtful-gives-place")
 def test_a_node_that_is_killed_is_noticed_by_the_end_of_its_connection(
     tmp_path: Path, certificates: Certificates
 ) -> None:

@@ -18,6 +18,7 @@ from holdfast.rendezvous.api import RendezvousConnectionError
 from holdfast.rendezvous.store import Store, StoreLostError, StoreTimeoutError
 from tests import support
 from tests.coordinators import Caller, CoordinatorProcess, coordinator, form, node
+from tests.promises import promise, proves
 from tests.relay import Relay
 
 SHORT = timedelta(seconds=0.1)
@@ -88,6 +89,7 @@ def test_more_keys_and_values_than_fit_into_a_message(clients: list[Store]) -> N
         a.wait([*keys, "no", "never"], SHORT)
 
 
+@proves("coordinator.synchronize-get-barrier-10")
 def test_synchronize_two_hundred_ranks_with_much_data(clients: list[Store]) -> None:
     """Over three connections; what one rank reads is more than fits into a message. Then all meet at a barrier."""
     data = [bytes([rank]) * 6000 for rank in range(200)]
@@ -107,6 +109,8 @@ def proxy(server: CoordinatorProcess) -> Iterator[Relay]:
     proxy.close()
 
 
+@promise("""coordinator.requests-store-survive: Requests to the store survive a reconnect. A request whose answer was
+    lost is not carried out again.""")
 def test_a_get_that_waits_survives_a_reconnect(server: CoordinatorProcess, proxy: Relay) -> None:
     with node(proxy.port, "2") as a, node(server.port, "2") as b:
         first, second = form(a, b)
@@ -119,6 +123,7 @@ def test_a_get_that_waits_survives_a_reconnect(server: CoordinatorProcess, proxy
         assert waiting.result() == b"here"
 
 
+@proves("coordinator.requests-store-survive")
 def test_what_was_carried_out_before_the_answer_got_lost_is_not_carried_out_again(
     server: CoordinatorProcess, proxy: Relay
 ) -> None:
@@ -148,6 +153,8 @@ def test_while_nobody_answers_time_runs_out(server: CoordinatorProcess, proxy: R
             store.get("key")
 
 
+@promise("""coordinator.store-lost-process-plug: The store is lost with its coordinator process: a plug-in that waits or
+    counts in it gets `StoreLostError`, never a silent zero. The store of the next round works.""")
 def test_a_store_that_was_lost_with_its_coordinator(tmp_path: Path) -> None:
     """Whoever waits, or counts, is told; a store that is opened afterwards works."""
     process = CoordinatorProcess(tmp_path)

@@ -17,6 +17,7 @@ from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.model import NodeFacts, Place, Sealed, Settings
 from holdfast.rendezvous.membership.protocol import MAJOR, MINOR
 from tests.coordinators import DEADLINE_S, Caller, CoordinatorProcess, Peer, coordinator, form, listener, node
+from tests.promises import promise, proves
 
 NEWER: dict[str, Any] = {"colour": "red", "shapes_of_2030": [1, {"deep": None}]}
 
@@ -52,6 +53,7 @@ def frame(value: Any) -> bytes:
 # Another major.
 
 
+@proves("coordinator.wrong-endpoint-ends-first", "etcd-runs.coordinator-port-host-false")
 def test_a_coordinator_of_another_version() -> None:
     challenge = encode(protocol.Challenge(99, b"its own kind of nonce", False))
     with listener(challenge) as port, node(port) as a:
@@ -62,6 +64,7 @@ def test_a_coordinator_of_another_version() -> None:
         assert str(caught.value) == expected
 
 
+@proves("coordinator.wrong-endpoint-ends-first")
 def test_an_agent_of_another_version(server: CoordinatorProcess) -> None:
     with Peer(server.port) as peer:
         peer.await_kind(protocol.Challenge)
@@ -76,6 +79,8 @@ def test_an_agent_of_another_version(server: CoordinatorProcess) -> None:
 # Another minor.
 
 
+@promise("""coordinator.agents-minor-version-work: Agents and coordinators of another minor version work together:
+    unknown fields are ignored, missing ones have defaults.""")
 @pytest.mark.parametrize("is_newer", [True, False], ids=["newer", "older"])
 def test_an_agent_of_another_minor_takes_part(server: CoordinatorProcess, is_newer: bool) -> None:
     """A newer one sends fields that the coordinator does not know, an older one leaves some out."""
@@ -127,6 +132,7 @@ class FakeCoordinator:
                 return found
 
 
+@proves("coordinator.agents-minor-version-work")
 @pytest.mark.parametrize("is_newer", [True, False], ids=["newer", "older"])
 def test_a_coordinator_of_another_minor_serves_an_agent(is_newer: bool) -> None:
     """A newer one sends fields that the agent does not know, an older one leaves some out."""

@@ -18,6 +18,7 @@ from holdfast.rendezvous.coordinator import launch
 from tests import dashboard_stage, dashboards, nodes, support
 from tests.dashboards import Dashboard
 from tests.nodes import Scene
+from tests.promises import promise, proves
 
 TOKEN = "a-token-for-tests-only-0123456789"
 
@@ -57,6 +58,8 @@ NOW = ("--linger", "0")
 # What it shows.
 
 
+@promise("""dashboard.page-shows-run-sentence: The page shows the run's sentence, each node and worker, rounds with what
+    ended each, restarts left and goodput, and follows the run without a reload.""")
 def test_a_run_of_two_nodes_through_a_failure_to_its_end(scene: Scene) -> None:
     start_two(scene)
     dashboard = dashboards.start(scene, scene.run_id, *NOW)
@@ -81,6 +84,9 @@ def test_a_run_of_two_nodes_through_a_failure_to_its_end(scene: Scene) -> None:
     assert dashboard.said.splitlines()[1].startswith("The run has succeeded. The dashboard has ended")
 
 
+@promise("""dashboard.end-run-last-state: After the end of the run the last state and the failure report stay on the
+    page, also by endpoint.""")
+@proves("dashboard.page-read-given-token")
 @pytest.mark.parametrize("way", ["here", "endpoint"])
 def test_the_failure_report(scene: Scene, token: str, way: str) -> None:
     for name in "ab":
@@ -105,6 +111,7 @@ def test_the_failure_report(scene: Scene, token: str, way: str) -> None:
     assert dashboard.wait() == 0
 
 
+@proves("dashboard.follows-log-chosen-rank")
 def test_a_log_is_followed_through_a_restart_and_to_its_last_line(scene: Scene) -> None:
     script = support.write_script(
         scene.home / "talk.py",
@@ -146,6 +153,7 @@ def test_a_log_is_followed_through_a_restart_and_to_its_last_line(scene: Scene) 
     assert dashboard.wait() == 128 + signal.SIGTERM
 
 
+@proves("dashboard.follows-log-chosen-rank")
 def test_a_worker_and_its_stacks(scene: Scene) -> None:
     start_two(scene)
     dashboard = dashboards.start(scene, scene.run_id, *NOW)
@@ -195,6 +203,8 @@ def staged() -> Iterator[Dashboard]:
         yield Dashboard(stage.url)
 
 
+@promise("""dashboard.key-answer-line-403: Without the key every answer is one line and 403. The key moves into a cookie
+    that scripts cannot read and other sites cannot send.""")
 def test_without_the_key_there_is_one_line(staged: Dashboard) -> None:
     own = staged.own
     for path in ("/", "/?key=wrong", "/?key=", "/page.js", "/events", "/worker?rank=0", "/nothing"):
@@ -217,6 +227,8 @@ def test_without_the_key_there_is_one_line(staged: Dashboard) -> None:
     assert staged.request("DELETE", "/", headers=own)[0] == 405
 
 
+@promise("""dashboard.pages-sites-requests-names: Pages of other sites, and requests by names that are not this host's,
+    get no answer and change nothing.""")
 def test_another_site_gets_nothing(staged: Dashboard) -> None:
     own = staged.own
     for origin in ("http://evil.example", "null", f"http://127.0.0.1:{staged.port + 1}"):
@@ -231,6 +243,8 @@ def test_another_site_gets_nothing(staged: Dashboard) -> None:
     assert staged.request("POST", "/stop", {}, staged.cookie)[0] == 403
 
 
+@promise("""dashboard.page-read-given-token: The page is read-only unless the dashboard was given the token. An address
+    that other hosts can reach needs it.""")
 def test_the_page_stops_the_run_only_with_the_token(scene: Scene, token: str) -> None:
     start_two(scene)
     reader = dashboards.start(scene, scene.run_id, *NOW)
@@ -248,6 +262,7 @@ def test_the_page_stops_the_run_only_with_the_token(scene: Scene, token: str) ->
     assert (reader.wait(), writer.wait()) == (0, 0)
 
 
+@proves("dashboard.page-read-given-token")
 def test_an_address_that_others_can_reach_needs_the_token(scene: Scene, token: str) -> None:
     start_two(scene)
     line = dashboards.refused(scene, scene.run_id, "--addr", "0.0.0.0:0", code=2)
@@ -263,6 +278,7 @@ def test_an_address_that_others_can_reach_needs_the_token(scene: Scene, token: s
 # Bad input and bounds.
 
 
+@proves("dashboard.port-taken-package-missing")
 def test_what_is_wrong_is_one_line(scene: Scene) -> None:
     program = "holdfast dashboard: error: "
     assert dashboards.refused(scene, "nothing", code=1).startswith(f"{program}run 'nothing' is not found on this host")
@@ -275,6 +291,9 @@ def test_what_is_wrong_is_one_line(scene: Scene) -> None:
     assert "cannot be read" in dashboards.refused(scene, "--token-file", "nowhere", code=2)
 
 
+@promise("""dashboard.port-taken-package-missing: A port that is taken, or a package that is missing on a node of
+    several, is one warning, and the job goes on. On one machine, `--dashboard` without the packages is an error before
+    the run starts. What is wrong with `holdfast dashboard` is one line.""")
 def test_a_port_that_is_taken(scene: Scene) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -287,6 +306,7 @@ def test_a_port_that_is_taken(scene: Scene) -> None:
     assert sum(node.log.count("no dashboard") for node in scene.nodes) == 1, "one warning"
 
 
+@proves("dashboard.port-taken-package-missing")
 def test_without_the_packages(scene: Scene) -> None:
     broken = scene.home / "broken"
     broken.mkdir()
@@ -296,6 +316,7 @@ def test_without_the_packages(scene: Scene) -> None:
     assert dashboards.refused(scene, code=1, env=env) == f"holdfast dashboard: error: {reason}"
 
 
+@proves("dashboard.many-pages-cost-run")
 def test_pages_and_logs_are_counted(staged: Dashboard) -> None:
     pages = [staged.events() for _ in range(web_server._MOST_PAGES)]
     assert staged.events().status == 503
@@ -319,6 +340,7 @@ def test_pages_and_logs_are_counted(staged: Dashboard) -> None:
 QUESTION = b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n"
 
 
+@proves("dashboard.many-pages-cost-run")
 @pytest.mark.parametrize("said", [b"", b"G", QUESTION, QUESTION + b"\r\nG"])
 def test_connections_without_the_key_do_not_lock_the_owner_out(staged: Dashboard, said: bytes) -> None:
     """The last of them has an answer, and then stalls."""
@@ -331,6 +353,7 @@ def test_connections_without_the_key_do_not_lock_the_owner_out(staged: Dashboard
         assert staged.request("GET", "/page.js", headers=staged.own)[0] == 200
 
 
+@proves("dashboard.many-pages-cost-run")
 def test_clients_with_the_key_stay_and_then_there_is_no_room(staged: Dashboard) -> None:
     cookie = "".join(f"{name}: {value}\r\n" for name, value in staged.cookie.items()).encode()
     with contextlib.ExitStack() as opened:
@@ -341,6 +364,7 @@ def test_clients_with_the_key_stay_and_then_there_is_no_room(staged: Dashboard) 
         assert staged.request("GET", "/page.js")[0] == 503
 
 
+@proves("dashboard.many-pages-cost-run")
 @pytest.mark.parametrize("with_key", [False, True])
 def test_a_request_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, with_key: bool) -> None:
     monkeypatch.setattr(web_server, "_HEAD_LIMIT_S", 0.3)
@@ -354,6 +378,7 @@ def test_a_request_head_has_a_deadline(monkeypatch: pytest.MonkeyPatch, with_key
                 pass
 
 
+@proves("dashboard.many-pages-cost-run")
 def test_a_page_that_does_not_read_does_not_hold_up_others(staged: Dashboard) -> None:
     cookie = "".join(f"{name}: {value}\r\n" for name, value in staged.cookie.items())
     with socket.socket() as stuck:
@@ -369,6 +394,9 @@ def test_a_page_that_does_not_read_does_not_hold_up_others(staged: Dashboard) ->
 # Beside an agent.
 
 
+@promise("""dashboard.node-group-rank-serves: With `--dashboard` the node with group rank 0 serves. Agents exit as
+    usual, and the dashboard ends some time later by itself, also after a killed agent. The console says how long it
+    stays. It does not hold the agent's pipes.""")
 def test_the_node_with_rank_0_serves_and_the_agents_end_as_usual(scene: Scene, token: str) -> None:
     start_two(scene, "--dashboard", "--dashboard-linger", "10", "--token-file", token)
     first = next(node for node in scene.nodes if "node 0 of 2" in node.await_line("started 2 workers"))
@@ -389,6 +417,7 @@ def test_the_node_with_rank_0_serves_and_the_agents_end_as_usual(scene: Scene, t
     assert scene.ended() == {"a": 0, "b": 0}, "and then it is gone"
 
 
+@proves("dashboard.node-group-rank-serves")
 def test_it_ends_by_itself_after_a_killed_agent(scene: Scene, token: str) -> None:
     options = ("--dashboard", "--dashboard-linger", "1", "--nproc-per-node", "2", "--token-file", token)
     node = scene.start_standalone("a", *options)
@@ -402,6 +431,8 @@ def test_it_ends_by_itself_after_a_killed_agent(scene: Scene, token: str) -> Non
     assert scene.ended() == {"a": -signal.SIGKILL}
 
 
+@promise("""dashboard.signal-ends-open-pages: A signal ends it, and open pages say so. A lost connection is shown and
+    found again.""")
 def test_a_signal_ends_it_and_pages_hear_of_it(scene: Scene) -> None:
     start_two(scene, "--dashboard")
     first = next(node for node in scene.nodes if "node 0 of 2" in node.await_line("started 2 workers"))
@@ -420,12 +451,15 @@ def test_a_signal_ends_it_and_pages_hear_of_it(scene: Scene) -> None:
     end(scene)
 
 
+@proves("dashboard.node-group-rank-serves")
 def test_an_agent_that_ends_before_its_dashboard_serves_leaves_none(scene: Scene) -> None:
     script = support.write_script(scene.home / "short.py", "")
     scene.start_standalone("a", "--dashboard", script=script)
     assert scene.ended() == {"a": 0}
 
 
+@promise("""dashboard.killed-run-goes-replaced: A dashboard that is killed while the run goes on is replaced, at the
+    same URL, at most four times, and the console says so.""")
 def test_a_killed_dashboard_is_replaced_and_open_pages_find_the_next(scene: Scene) -> None:
     node = scene.start_standalone("a", "--nproc-per-node", "2", "--dashboard", "--dashboard-linger", "0")
     scene.await_world(2)
@@ -441,6 +475,7 @@ def test_a_killed_dashboard_is_replaced_and_open_pages_find_the_next(scene: Scen
     assert node.log.count("was killed") == 1, "one that has ended in another way is not replaced"
 
 
+@proves("dashboard.killed-run-goes-replaced", "dashboard.port-taken-package-missing")
 @pytest.mark.parametrize(
     ("command", "line"),
     [
@@ -463,6 +498,7 @@ def test_a_dashboard_that_does_not_serve_is_a_warning(
     assert warnings[-1:] == [line] * bool(line)
 
 
+@proves("dashboard.node-group-rank-serves")
 def test_a_pipe_behind_the_command_ends_with_the_agent(scene: Scene) -> None:
     """`holdfast run --dashboard ... | tee log`: the dashboard does not hold the pipe."""
     script = support.write_script(scene.home / "short.py", "import time\ntime.sleep(10)\n")

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.promises import promise
+
 ANSWERS_OF_ETCD = """
 from holdfast.rendezvous.etcd.gateway import _read
 
@@ -53,6 +55,8 @@ assert len(read) == 16, read
 """
 
 
+@promise("""etcd.several-threads-decode-first: Several threads may decode the first value of a type at the same moment
+    (answers of etcd, messages) without crashing the agent.""")
 @pytest.mark.parametrize("attempt", range(4))
 @pytest.mark.parametrize("work", [ANSWERS_OF_ETCD, MESSAGES], ids=["etcd", "messages"])
 def test_threads_that_read_the_first_value_together(work: str, attempt: int) -> None:

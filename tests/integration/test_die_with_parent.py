@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from holdfast import die_with_parent
+from tests.promises import proves
 from tests.support import Mailbox, survivors, write_script
 
 Started = tuple[subprocess.Popen[bytes], int]
@@ -65,6 +66,7 @@ def test_the_end_of_the_command(started: Start, tmp_path: Path) -> None:
     assert (tmp_path / "memory").exists()
 
 
+@proves("ray.command-killed-agent-worker")
 def test_the_owner_is_gone(started: Start, mailbox: Mailbox, tmp_path: Path) -> None:
     with started() as (owned, command):
         assert owned.stdin is not None
@@ -75,6 +77,7 @@ def test_the_owner_is_gone(started: Start, mailbox: Mailbox, tmp_path: Path) -> 
     assert not (tmp_path / "memory").exists()
 
 
+@proves("ray.command-killed-agent-worker")
 def test_a_command_that_does_not_end_is_killed(started: Start, mailbox: Mailbox) -> None:
     with started("stubborn", grace_s=0.2) as (owned, command):
         assert owned.stdin is not None
@@ -83,6 +86,7 @@ def test_a_command_that_does_not_end_is_killed(started: Start, mailbox: Mailbox)
         assert survivors([command]) == []
 
 
+@proves("ray.command-killed-agent-worker")
 def test_what_runs_it_is_killed(started: Start) -> None:
     with started() as (owned, command):
         owned.kill()

@@ -25,6 +25,7 @@ from tests.attacks.harness import check_plain
 from tests.certificates import Certificates, make_certificates
 from tests.coordinators import coordinator, listener, node
 from tests.e2e.command import clean_environment
+from tests.promises import promise, proves
 
 TOKEN = "a-token-for-tests-only-0123456789"
 # Much longer than it may take, and far shorter than for ever: the machine may be busy.
@@ -67,6 +68,8 @@ def token_file(home: Path, text: str = TOKEN, mode: int = 0o600) -> str:
 # This host.
 
 
+@promise("""steering.doctor-checks-host-line: `holdfast doctor` checks this host, one line a check. A warning or a
+    problem says how to fix it. Nothing holds it up.""")
 def test_this_host(tmp_path: Path) -> None:
     found = examine(code=0, home=tmp_path)
     assert set(found) == {
@@ -81,6 +84,7 @@ def test_this_host(tmp_path: Path) -> None:
     assert {line.split()[0] for line in lines[:-1]} <= {"ok", "warning"}
 
 
+@proves("steering.doctor-checks-host-line")
 def test_what_is_wrong_with_this_host(tmp_path: Path) -> None:
     """As far as a test can make it so: few open files, and a directory where nothing can be written."""
     missing = tmp_path / "missing"
@@ -114,6 +118,7 @@ def test_a_control_directory_that_cannot_be_used(tmp_path: Path) -> None:
     assert control.objection_to(str(tmp_path / "file" / "new")) == "Not a directory"
 
 
+@proves("steering.doctor-checks-host-line")
 def test_a_fact_that_never_comes_does_not_hold_it_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from holdfast.cli.checks import findings
 
@@ -139,6 +144,7 @@ def test_a_fact_that_never_comes_does_not_hold_it_up(tmp_path: Path, monkeypatch
 # The way to a coordinator.
 
 
+@proves("steering.endpoint-tells-apart-name")
 def test_a_coordinator_without_a_token_and_a_run(tmp_path: Path) -> None:
     with coordinator(tmp_path) as server:
         found = examine(*at(server.port), code=0)
@@ -157,6 +163,7 @@ def test_a_coordinator_without_a_token_and_a_run(tmp_path: Path) -> None:
         assert len(server.lines("turned away")) == 1  # For the run that it did not have.
 
 
+@proves("steering.endpoint-tells-apart-name")
 def test_tokens(tmp_path: Path) -> None:
     mine = token_file(tmp_path)
     with coordinator(tmp_path, "--token-file", mine) as server:
@@ -187,6 +194,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
+@proves("steering.endpoint-tells-apart-name")
 def test_tls(tmp_path: Path, certificates: Certificates) -> None:
     files = ("--tls-cert", certificates.server_pem, "--tls-key", certificates.server_key)
     with coordinator(tmp_path, *files) as server:
@@ -203,6 +211,7 @@ def test_tls(tmp_path: Path, certificates: Certificates) -> None:
         assert "tls_cert=FILE" in found[2]
 
 
+@proves("steering.endpoint-tells-apart-name")
 def test_on_etcd(etcd: EtcdServer, tmp_path: Path) -> None:
     where = ("--rdzv-backend", "etcd", "--rdzv-endpoint")
     found = examine(*where, etcd.get_endpoint(), code=0)
@@ -246,6 +255,8 @@ def deaf_port() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
+@promise("""steering.endpoint-tells-apart-name: With an endpoint it tells apart: no such name, refused, no answer,
+    silent, TLS or not, an HTTP server, something else, the tokens, the run.""")
 def test_what_is_not_a_coordinator() -> None:
     with web_server() as port:
         assert examine(*at(port), code=1)["coordinator"][1].endswith("is an HTTP server, not a holdfast coordinator")
@@ -260,6 +271,7 @@ def test_what_is_not_a_coordinator() -> None:
         assert examine(*at(port), code=1)["coordinator"][1].startswith("no answer from")
 
 
+@proves("steering.endpoint-tells-apart-name")
 def test_nothing_is_there() -> None:
     port = support.free_port()
     level, text, fix = examine(*at(port), code=0)["coordinator"]

@@ -41,6 +41,7 @@ from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.guarded_etcd import etcd_with_tls
+from tests.promises import promise, proves
 from tests.relay import Relay
 
 
@@ -120,6 +121,9 @@ def own_threads() -> list[str]:
 # A run and its end.
 
 
+@promise("""etcd-runs.run-key-thread-process: After a run no key, thread or process of it is left: at once, also if
+    nodes had left it; after `close_linger`, if one was lost or there was room for more. If all processes are killed,
+    the memory stays for about a minute.""")
 def test_a_run_leaves_nothing(place: Place) -> None:
     """Its keys go at once, not with their leases: a leave is no loss."""
     with place.node("3") as a, place.node("3") as b, place.node("3") as c:
@@ -136,6 +140,7 @@ def test_a_run_leaves_nothing(place: Place) -> None:
     support.wait_until(lambda: not own_threads(), "the end of all threads")
 
 
+@proves("etcd-runs.several-endpoints-users")
 def test_runs_do_not_meet_under_other_prefixes(place: Place) -> None:
     with place.node(prefix="one") as a, place.node(prefix="/two/") as b:
         first, second = form(a, b)
@@ -159,6 +164,7 @@ def lease_of(place: Place, key: bytes) -> str:
     return lease
 
 
+@proves("etcd-runs.run-key-thread-process")
 def test_the_memory_does_not_stay_for_long_if_every_process_is_killed(place: Place) -> None:
     """Long enough for workers that nobody can see to end, and a minute more."""
     with place.node(lease=2, leader_lease=2) as a:
@@ -169,6 +175,7 @@ def test_the_memory_does_not_stay_for_long_if_every_process_is_killed(place: Pla
         close(a)
 
 
+@proves("etcd-runs.run-survives-etcd-loses")
 def test_a_memory_that_is_lost_while_the_run_goes_on(place: Place) -> None:
     """Its lease was ended by hand: the coordinator steps down, and the next one learns from the nodes."""
     with place.node("2", leader_lease=2, lease=3) as a, place.node("2", leader_lease=2, lease=3) as b:
@@ -194,6 +201,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "_FIRST_WORD_AFTER_S", 0.2)
 
 
+@promise("""etcd-runs.coordinator-port-host-false: `coordinator_port` and `is_host=false` are honoured. A port that is
+    in use, a coordinator of another version, and one at a loopback address of another host are named.""")
 def test_the_port_of_the_coordinator_can_be_chosen(place: Place) -> None:
     port = support.free_port()
     with place.node(coordinator_port=port) as a:
@@ -204,6 +213,7 @@ def test_the_port_of_the_coordinator_can_be_chosen(place: Place) -> None:
         close(a)
 
 
+@proves("etcd-runs.coordinator-port-host-false")
 def test_a_port_that_is_taken(place: Place) -> None:
     """Another node may start the coordinator, or the port may become free, so it is tried again."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -216,6 +226,7 @@ def test_a_port_that_is_taken(place: Place) -> None:
     )
 
 
+@proves("etcd-runs.coordinator-port-host-false")
 @pytest.mark.usefixtures("hasty")
 def test_a_node_that_may_not_start_a_coordinator_waits_for_one(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     words = "no coordinator is in office, and this node may not start one (is_host=false)"
@@ -237,6 +248,7 @@ def stored(place: Place, key: bytes, value: bytes) -> Iterator[None]:
     place.gateway.delete(key)
 
 
+@proves("etcd-runs.coordinator-port-host-false")
 def test_a_leader_at_a_loopback_address_of_another_host(place: Place) -> None:
     there = Leader("127.0.0.1", 1, "token", 1, boot_id="another")
     with stored(place, place.leader_key, keeper.encode_leader(there)), place.node() as a:
@@ -247,6 +259,8 @@ def test_a_leader_at_a_loopback_address_of_another_host(place: Place) -> None:
     )
 
 
+@promise("""etcd-runs.foreign-data-keys-run: Foreign data in the keys of a run causes one clear line. holdfast does not
+    change it where the leader should be, and trusts none of it.""")
 @pytest.mark.parametrize(
     "value",
     [
@@ -265,6 +279,7 @@ def test_junk_where_the_leader_should_be(place: Place, value: bytes) -> None:
     assert said.startswith("the run's leader key in etcd cannot be read: ")
 
 
+@proves("etcd-runs.foreign-data-keys-run")
 def test_junk_where_the_memory_should_be(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     """It is told in one line and counts as lost: nothing of it is believed, and the full wait holds."""
     place.gateway.put(place.memory_key, b"somebody's notes")
@@ -277,6 +292,7 @@ def test_junk_where_the_memory_should_be(place: Place, caplog: pytest.LogCapture
     assert f"the memory of run {place.run_id!r} in etcd cannot be read, and counts as lost: " in line
 
 
+@proves("etcd-runs.foreign-data-keys-run")
 def test_something_that_overwrites_the_leader(place: Place) -> None:
     """The coordinator steps down with its next write. When the key is free again there is another one."""
     with place.node("1:2", lease=20) as a:
@@ -322,6 +338,7 @@ def test_the_lease_of_a_coordinator_that_ended_during_an_outage_is_revoked_after
         relay.close()
 
 
+@proves("etcd.write-answer-lost-sent")
 def test_a_leader_key_whose_answer_was_lost_is_this_nodes(etcd: EtcdServer, place: Place) -> None:
     """The request is sent again, and finds the key that it has created."""
     proxy = Relay(etcd.get_port())
@@ -342,6 +359,7 @@ def test_a_look_that_is_not_wanted_any_more_starts_no_coordinator(place: Place) 
     locator.stop()
 
 
+@proves("etcd-runs.leader-key-vanishes-few")
 def test_a_node_that_waits_for_its_turn_finds_the_coordinator_of_another(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +384,8 @@ def requests(place: Place) -> float:
     return sum(map(float, re.findall(r"^grpc_server_started_total{[^}]*} (\S+)$", text, re.MULTILINE)))
 
 
+@promise("""etcd-runs.rest-coordinator-talks-etcd: At rest only the coordinator talks to etcd, and not more with more
+    nodes.""")
 @pytest.mark.parametrize("count", [1, 8])
 def test_at_rest_only_the_coordinator_talks_to_etcd(count: int) -> None:
     """It renews its lease five times in a lease, however many nodes there are."""
@@ -384,6 +404,8 @@ def test_at_rest_only_the_coordinator_talks_to_etcd(count: int) -> None:
 # What cannot be reached.
 
 
+@promise("""etcd-runs.unreachable-etcd-reported: An unreachable etcd is reported within seconds, and retried without a
+    busy loop until the join timeout. An etcd that starts later works, and so do endpoints of which some are dead.""")
 @pytest.mark.usefixtures("hasty")
 def test_nobody_listens(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     """It is told once, the end of patience is told, and no time is burnt meanwhile."""
@@ -399,6 +421,7 @@ def test_nobody_listens(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     assert told[0].startswith(f"cannot reach etcd {at}: ")
 
 
+@proves("etcd-runs.unreachable-etcd-reported")
 def test_an_etcd_that_comes_later(place: Place) -> None:
     relay = Relay(support.free_port())
     try:
@@ -418,6 +441,7 @@ def test_an_etcd_that_comes_later(place: Place) -> None:
         relay.close()
 
 
+@proves("etcd-runs.run-key-thread-process")
 def test_shutting_down_does_not_wait_for_an_etcd_that_is_gone() -> None:
     with EtcdServer() as server, server.get_client() as gateway:
         place = Place(server.get_endpoint(), gateway)
@@ -451,6 +475,8 @@ def hidden(secured: EtcdServer, certificates: Certificates) -> Iterator[Place]:
         yield Place(secured.get_endpoint(), gateway)
 
 
+@promise("""etcd-runs.agent-traffic-encrypted: Agent traffic is encrypted if the traffic to etcd is, unless
+    `agent_tls=off`. A token keeps out agents that do not have it.""")
 def test_tls_to_etcd_and_between_agents(hidden: Place, certificates: Certificates) -> None:
     """One certificate for both, good for a server and for a client."""
     files = {

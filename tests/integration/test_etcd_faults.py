@@ -20,6 +20,7 @@ from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import nodes, support
 from tests.guarded_etcd import leader_of
 from tests.nodes import Life, Node, Scene
+from tests.promises import promise, proves
 
 LONG_S = 60
 UNDISTURBED = ("start", "connected")
@@ -81,6 +82,8 @@ def fail_once_and_end(scene: Scene, after: int = 1) -> None:
 # The coordinator and its host.
 
 
+@promise("""etcd-runs.loss-once-costs-round: The loss of both at once costs a round and no restart, after at most two
+    leader leases and one node lease.""")
 def test_the_coordinator_and_its_agent_are_lost_at_once(scene: Scene) -> None:
     """The others wait for the leader's lease; the successor for a node's and a leader's. Nothing is charged."""
     for name in "abc":
@@ -101,6 +104,9 @@ def test_the_coordinator_and_its_agent_are_lost_at_once(scene: Scene) -> None:
     assert set(codes.values()) == {0}
 
 
+@promise("""etcd-runs.agent-elected-coordinator: One agent is elected. Its coordinator serves for 0.9 of its lease,
+    writes only while the leader key is its own, and tells nodes only what it has written. A coordinator that was frozen
+    past its lease resigns when it resumes, and sends nothing before that.""")
 def test_a_coordinator_that_is_frozen_past_its_lease_and_thawed(scene: Scene) -> None:
     """Another one is elected meanwhile. When it wakes up it finds that its time is over, says no word, and ends. The
     nodes' leases are the shorter ones, so that the workers are gone before another coordinator can be elected."""
@@ -124,6 +130,7 @@ def test_a_coordinator_that_is_frozen_past_its_lease_and_thawed(scene: Scene) ->
     assert {life.round for life in scene.lives()} == {1, second[0].round}
 
 
+@proves("etcd-runs.loss-once-costs-round")
 def test_the_coordinator_is_killed_while_a_round_forms(scene: Scene) -> None:
     a = scene.start("a", "3", **SHORT)
     a.await_line("1 of 3 nodes joined")
@@ -143,6 +150,8 @@ def test_the_coordinator_is_killed_while_a_round_forms(scene: Scene) -> None:
 # Members of etcd.
 
 
+@promise("""etcd-runs.workers-keep-running-etcd: Workers keep running when etcd loses members one after the other, or
+    all of them or its quorum for less than 0.9 of the leader lease minus the time between two renewals.""")
 def test_members_of_etcd_are_killed_and_frozen_one_after_the_other(clustered: Scene, cluster: EtcdCluster) -> None:
     for name in "ab":
         clustered.start(name, "2", "--max-restarts", "1", **LONG)
@@ -170,6 +179,8 @@ def freeze_leader(cluster: EtcdCluster, seconds: float) -> None:
     cluster.resume(frozen)
 
 
+@promise("""etcd-runs.etcd-leader-frozen-ends: If an etcd leader was frozen and ends leases that were renewed (etcd
+    issue 15247), that costs no more than such an outage.""")
 def test_the_leader_of_etcd_is_frozen_past_the_leases(clustered: Scene, cluster: EtcdCluster) -> None:
     """When it wakes up it may end leases that were renewed at its successor (etcd #15247). The coordinator whose key
     vanishes so steps down; what runs by then is found by the next one, or is gone before that seals anything."""
@@ -219,6 +230,7 @@ Fault = Callable[[EtcdCluster], None]
 OUTAGES = [(lose_quorum, regain_quorum), (kill_all, restart_all)]
 
 
+@proves("etcd-runs.workers-keep-running-etcd")
 @pytest.mark.parametrize(("lose", "regain"), OUTAGES)
 def test_an_outage_within_the_leaders_lease_is_not_noticed(
     clustered: Scene, cluster: EtcdCluster, lose: Fault, regain: Fault
@@ -234,6 +246,9 @@ def test_an_outage_within_the_leaders_lease_is_not_noticed(
     fail_once_and_end(clustered)
 
 
+@promise("""etcd-runs.longer-outage-longer-join: After a longer outage, even one longer than the join timeout, the run
+    continues and nothing is charged. It is reported in two lines, after a minute and then once an hour, and etcd is not
+    asked in a busy loop, until the outage timeout.""")
 @pytest.mark.parametrize(("lose", "regain"), OUTAGES)
 def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(
     clustered: Scene, cluster: EtcdCluster, lose: Fault, regain: Fault
@@ -286,6 +301,7 @@ def fill(server: EtcdServer) -> None:
             client.put(b"junk%d" % number, bytes(1 << 20))
 
 
+@proves("etcd-runs.etcd-refuses-coordinator")
 def test_an_etcd_that_has_no_space_left(small: EtcdServer, tmp_path: Path) -> None:
     """The next write of the coordinator is refused, for good: it steps down, and every node says once what etcd said.
     Nodes try to start another one, in no hurry, and the run ends with that reason."""
@@ -303,6 +319,7 @@ def test_an_etcd_that_has_no_space_left(small: EtcdServer, tmp_path: Path) -> No
         assert len(scene.lives()) == 2
 
 
+@proves("etcd-runs.etcd-refuses-coordinator")
 def test_an_etcd_that_has_no_space_at_the_start(small: EtcdServer, tmp_path: Path) -> None:
     fill(small)
     for scene in at([small.get_endpoint()], tmp_path):
@@ -311,6 +328,7 @@ def test_an_etcd_that_has_no_space_at_the_start(small: EtcdServer, tmp_path: Pat
         assert agent.wait() == 1
 
 
+@proves("etcd-runs.longer-outage-longer-join")
 def test_an_outage_that_outlasts_the_patience(clustered: Scene, cluster: EtcdCluster) -> None:
     agent = clustered.start("a", "1", outage_timeout=4, **SHORT)
     clustered.await_world(1)
@@ -320,6 +338,7 @@ def test_an_outage_that_outlasts_the_patience(clustered: Scene, cluster: EtcdClu
     restart_all(cluster)
 
 
+@proves("etcd-runs.longer-outage-longer-join")
 def test_all_of_etcd_is_down_while_a_round_forms(clustered: Scene, cluster: EtcdCluster) -> None:
     """For longer than any lease. Another node comes meanwhile."""
     a = clustered.start("a", "2", **SHORT)
@@ -345,6 +364,8 @@ def lose_data(cluster: EtcdCluster) -> None:
     restart_all(cluster)
 
 
+@promise("""etcd-runs.run-survives-etcd-loses: A run survives an etcd that loses all its data: rounds and restarts
+    continue from what the nodes remember, uncharged. The same holds if only the memory is lost.""")
 def test_a_run_outlives_the_loss_of_all_data(clustered: Scene, cluster: EtcdCluster) -> None:
     """Rounds and restarts go on from what the nodes remember, whatever is stopped, and nothing is charged."""
     for name in "ab":
@@ -362,6 +383,7 @@ def test_a_run_outlives_the_loss_of_all_data(clustered: Scene, cluster: EtcdClus
     assert clustered.ended() == {"a": 0, "b": 0}
 
 
+@proves("etcd-runs.run-survives-etcd-loses")
 def test_nodes_that_wait_for_others_go_on_waiting(clustered: Scene, cluster: EtcdCluster) -> None:
     """Nobody had a place yet. Who comes afterwards is met by whoever was there before."""
     a = clustered.start("a", "2", **SHORT)
@@ -373,6 +395,8 @@ def test_nodes_that_wait_for_others_go_on_waiting(clustered: Scene, cluster: Etc
     assert clustered.ended() == {"a": 0, "b": 0}
 
 
+@promise("""etcd-runs.node-lost-comes-back: A node that was lost and comes back within `close_linger` ends as the others
+    did.""")
 def test_a_node_that_was_away_hears_how_its_run_ended(scene: Scene) -> None:
     """It was lost, so the run is remembered for `close_linger`. It ends as the others did, and starts nothing."""
     for name in "ab":
@@ -389,6 +413,8 @@ def test_a_node_that_was_away_hears_how_its_run_ended(scene: Scene) -> None:
     assert {life.round for life in scene.lives()} == {1, alone.round}
 
 
+@promise("""etcd-runs.nodes-left-first-round: When all nodes have left before the first round, the next may come with
+    other settings. This holds with a coordinator, too.""")
 def test_a_name_is_free_when_the_only_node_has_left(scene: Scene) -> None:
     """Before any round was formed. The next comes with other settings, and need not wait."""
     a = scene.start("a", "2", **SHORT)

@@ -36,6 +36,7 @@ from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.coordinators import Caller, listener
 from tests.guarded_etcd import ROOT, call, etcd_with_tls, etcd_with_users, leader_of
+from tests.promises import promise, proves
 from tests.relay import Relay
 
 LONG_S = 30.0
@@ -155,6 +156,8 @@ def test_many_threads_share_a_gateway(etcd: EtcdServer, no_descriptor_leak: None
 # Members that come and go.
 
 
+@promise("""etcd.request-finds-working-member: A request finds a working member: when the leader is killed, when a
+    member is frozen, and past endpoints where nothing or another program listens.""")
 def test_the_loss_of_the_leader(cluster: EtcdCluster) -> None:
     """Requests wait until there is another one."""
     leader = leader_of(cluster)
@@ -168,6 +171,7 @@ def test_the_loss_of_the_leader(cluster: EtcdCluster) -> None:
         assert gateway.transact(has_value(b"k", b"1"), [put(b"k", b"2")], b"k")[0]
 
 
+@proves("etcd.request-finds-working-member")
 def test_a_frozen_member(cluster: EtcdCluster) -> None:
     """It accepts connections and does not answer. Requests go to the next member."""
     frozen = (leader_of(cluster) + 1) % 3
@@ -179,6 +183,7 @@ def test_a_frozen_member(cluster: EtcdCluster) -> None:
         assert time.monotonic() - began > 2.9, "the frozen member was not asked, so this proves nothing"
 
 
+@promise("etcd.write-answer-lost-sent: A write whose answer is lost is sent again, and has its effect once.")
 def test_a_transaction_is_sent_again_if_its_answer_is_lost(etcd: EtcdServer, etcd_gateway: Gateway) -> None:
     """It is carried out once, and the caller finds its own value."""
     proxy = Relay(etcd.get_port())
@@ -188,6 +193,9 @@ def test_a_transaction_is_sent_again_if_its_answer_is_lost(etcd: EtcdServer, etc
     proxy.close()
 
 
+@promise("""etcd.majority-something-accepts: Without a majority, or if something accepts connections and never answers,
+    a request fails within its timeout and does not retry in a busy loop.""")
+@proves("etcd-runs.unreachable-etcd-reported")
 @pytest.mark.usefixtures("unhurried")
 def test_without_a_majority(cluster: EtcdCluster) -> None:
     """The error comes in time, and the members are not asked in a busy loop until then."""
@@ -219,6 +227,7 @@ def count_attempts(gateway: Gateway) -> list[str]:
     return names
 
 
+@proves("etcd.request-finds-working-member", "etcd-runs.unreachable-etcd-reported")
 def test_endpoints_that_do_not_work_are_passed_over(etcd: EtcdServer) -> None:
     with listener(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n") as web, listener() as silent:
         bad = [f"127.0.0.1:{support.free_port()}", "no-such-host.invalid", "x" * 60]
@@ -243,6 +252,9 @@ def test_closing_ends_the_search_for_a_member() -> None:
 # Something else at the port.
 
 
+@promise("""etcd.errors-retries-fix-reported: Errors that retries cannot fix are reported at once and in one line:
+    another kind of server, a wrong password, a missing permission, a wrong certificate, too old a version.""")
+@proves("etcd-runs.mistake-causes-clear-line")
 @pytest.mark.parametrize(
     ("status", "body", "headers", "complaint"),
     [
@@ -265,6 +277,10 @@ def test_a_web_server_is_refused_at_once(
                 ask()
 
 
+@promise("""etcd-runs.mistake-causes-clear-line: A mistake causes one clear line: too old an etcd, another program at
+    the port, a wrong or missing password, a missing permission, a wrong certificate, settings that are unknown, make no
+    sense or differ.""")
+@proves("etcd.errors-retries-fix-reported")
 @pytest.mark.parametrize("version", ["3.3.27", "2.3.8", "4", "junk", "3.x.0", "3.4.0", "3.10.1", "4.0.0-rc.1"])
 def test_versions(version: str) -> None:
     with answering("200 OK", b'{"etcdserver":"%s"}' % version.encode()) as server:
@@ -302,6 +318,7 @@ def test_answers(head: bytes, tail: bytes, at_a_time: int, no_descriptor_leak: N
         assert [gateway.get(b"k") for _ in range(3)] == [b"v"] * 3
 
 
+@proves("etcd.request-keeps-timeout-answer")
 @pytest.mark.parametrize(
     "says",
     [
@@ -328,6 +345,9 @@ def test_an_answer_that_is_cut_off_or_junk(says: bytes, no_descriptor_leak: None
         assert server.asked == 2
 
 
+@promise("""etcd.request-keeps-timeout-answer: A request keeps its timeout, also if the answer comes byte by byte. After
+    a truncated or junk answer the request is sent again.""")
+@proves("etcd.majority-something-accepts")
 @pytest.mark.parametrize("begins", [b"", OK, OK + b"Content-Length: 99999\r\n\r\n"])
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_an_answer_that_does_not_come_in_time(begins: bytes, goes_on: bool) -> None:
@@ -385,6 +405,7 @@ def locked() -> Iterator[EtcdServer]:
         yield server
 
 
+@proves("etcd.errors-retries-fix-reported", "etcd-runs.mistake-causes-clear-line")
 def test_a_user_may_do_what_the_role_says(locked: EtcdServer) -> None:
     with Gateway([locked.get_endpoint()], user="ann", password="pw") as gateway:
         gateway.put(b"a", b"1")
@@ -393,6 +414,7 @@ def test_a_user_may_do_what_the_role_says(locked: EtcdServer) -> None:
             gateway.get(b"z")
 
 
+@proves("etcd.errors-retries-fix-reported", "etcd-runs.mistake-causes-clear-line")
 @pytest.mark.parametrize(
     ("user", "password", "complaint"),
     [
@@ -414,6 +436,7 @@ def test_a_password_where_none_is_wanted(etcd: EtcdServer) -> None:
         gateway.get(b"k")
 
 
+@promise("etcd.token-longer-knows-renewed: An etcd token that etcd no longer knows is renewed.")
 def test_a_token_that_etcd_has_forgotten_is_renewed(locked: EtcdServer) -> None:
     with Gateway([locked.get_endpoint()], user="ann", password="pw") as gateway:
         gateway.put(b"a", b"1")
@@ -442,6 +465,7 @@ def own_files(certificates: Certificates, who: str, ca: str) -> TlsFiles:
     return TlsFiles(cert, key, getattr(certificates, f"{ca}_pem") if ca else "")
 
 
+@proves("etcd.errors-retries-fix-reported", "etcd-runs.mistake-causes-clear-line")
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize(
     ("scheme", "who", "ca", "complaint"),
@@ -479,6 +503,8 @@ def test_tls_where_there_is_none(etcd: EtcdServer, certificates: Certificates) -
         assert gateway.get(b"no such key") is None
 
 
+@promise("""etcd.renewed-certificates-used-run: Renewed certificates for etcd are used while a run is active. A
+    half-finished renewal changes nothing.""")
 def test_certificates_are_renewed(secure: EtcdServer, certificates: Certificates, tmp_path: Path) -> None:
     """They live for days where runs live for weeks."""
     mine = TlsFiles(*(str(tmp_path / name) for name in ("cert", "key", "ca")))
@@ -495,6 +521,8 @@ def test_certificates_are_renewed(secure: EtcdServer, certificates: Certificates
         gateway.put(b"k", b"v")
 
 
+@promise("""etcd.client-needs-loads-package: The etcd client needs and loads no package beyond those that holdfast needs
+    anyway.""")
 def test_nothing_is_loaded_that_holdfast_does_not_need_anyway(etcd: EtcdServer) -> None:
     """An agent has to start fast and stay small."""
     program = """

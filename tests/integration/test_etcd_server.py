@@ -21,6 +21,7 @@ from holdfast.testing import etcd_server
 from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
 from tests import support
 from tests.guarded_etcd import leader_of
+from tests.promises import promise, proves
 
 
 @pytest.fixture
@@ -117,6 +118,8 @@ SERVE = """
 """
 
 
+@promise("""etcd.etcdserver-etcdcluster-leaves: An `EtcdServer` or `EtcdCluster` leaves neither process nor data behind,
+    also if its owner is killed or its start fails or is interrupted.""")
 @pytest.mark.parametrize("how", ["server", "cluster", "exit", "fork"])
 def test_nothing_outlives_its_process(how: str, tmp_path: Path, private_tmp: Path) -> None:
     """A fork of the process has copies of all its descriptors, and lives on."""
@@ -133,6 +136,7 @@ def test_nothing_outlives_its_process(how: str, tmp_path: Path, private_tmp: Pat
             os.kill(fork, signal.SIGKILL)
 
 
+@proves("etcd.etcdserver-etcdcluster-leaves")
 def test_without_its_keeper_it_ends_too(private_tmp: Path) -> None:
     with EtcdServer() as server:
         psutil.Process(server.pids[0]).parent().kill()  # type: ignore[union-attr]
@@ -157,6 +161,7 @@ def stub(path: Path, source: str) -> str:
     return support.write_script(path, f"#!{sys.executable}\n{source}", executable=True)
 
 
+@proves("etcd.etcdserver-etcdcluster-leaves")
 @pytest.mark.parametrize(
     ("option", "source", "complaint"),
     [
@@ -174,6 +179,7 @@ def test_an_etcd_that_cannot_start(
     assert list(private_tmp.iterdir()) == []
 
 
+@proves("etcd.etcdserver-etcdcluster-leaves")
 def test_an_interrupted_start_leaves_nothing(
     tmp_path: Path, private_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

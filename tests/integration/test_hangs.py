@@ -19,6 +19,7 @@ from holdfast.process import DefaultLogsSpecs
 from holdfast.process.errors import ChildFailedError
 from holdfast.telemetry import metrics
 from tests import support
+from tests.promises import promise, proves
 
 # On a busy machine a worker may take longer than a second to begin; its first call says that it has.
 OUTPUT_ONLY = HangPolicy(1.0, start_timeout_s=60.0, signals=frozenset({Signal.OUTPUT, Signal.PROGRESS}))
@@ -58,6 +59,7 @@ def wait_for_peer() -> None:
     time.sleep(600)
 
 
+@promise("hangs.causes-event-metric: A hang causes an event and a metric.")
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
 def test_functions_are_watched_explained_and_restarted(
     tmp_path: Path, start_method: str, caplog: pytest.LogCaptureFixture
@@ -74,6 +76,7 @@ def test_functions_are_watched_explained_and_restarted(
     assert os.path.isfile(details["stacks"])
 
 
+@proves("hangs.restarts-left-report-stack", "hangs.causes-event-metric")
 def test_the_failure_of_a_hung_worker_and_its_metric(tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -105,6 +108,7 @@ def no_py_spy() -> str:
     raise HostError("py-spy is not installed")
 
 
+@proves("hangs.py-spy-read-worker")
 @pytest.mark.parametrize("signals", [OUTPUT_ONLY.signals, None], ids=["output", "default"])
 def test_without_py_spy_faulthandler_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: frozenset[Signal] | None
@@ -118,6 +122,7 @@ def test_without_py_spy_faulthandler_tells(
     assert "time.sleep(600)" in failure.evidence.stack
 
 
+@proves("hangs.takes-stacks-stopped-process")
 def test_with_neither_the_report_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "find_py_spy", no_py_spy)
     with pytest.raises(ChildFailedError, match=r"hung: no output for \d+ s"):
@@ -126,6 +131,7 @@ def test_with_neither_the_report_says_why(tmp_path: Path, monkeypatch: pytest.Mo
     assert "no stacks: py-spy is not installed; it has no faulthandler of holdfast" in path.read_text()
 
 
+@promise("hangs.stacks-take-long-written: Stacks that take too long, or cannot be written, do not delay the restart.")
 def test_stacks_that_take_too_long_do_not_hold_up_the_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,6 +141,7 @@ def test_stacks_that_take_too_long_do_not_hold_up_the_restart(
     assert "the dump did not finish in time" in caplog.text
 
 
+@proves("hangs.stacks-take-long-written")
 def test_a_full_disk_costs_the_file_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,6 +167,7 @@ def be_quick() -> str:
 QUICK = HangPolicy(hang_timeout_s=0.4)
 
 
+@proves("hangs.failure-watch-ends-healthy")
 def test_a_watch_that_fails_is_off_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,6 +179,7 @@ def test_a_watch_that_fails_is_off_and_the_job_goes_on(
     assert caplog.text.count("hangs are not watched for any more: RuntimeError: this should not be") == 1
 
 
+@proves("hangs.failure-watch-ends-healthy")
 def test_counters_that_cannot_be_read_end_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,6 +188,7 @@ def test_counters_that_cannot_be_read_end_nobody(
     assert caplog.text.count("io counters of worker") == 1
 
 
+@proves("hangs.workers-move-stacks-taken", "hangs.failure-watch-ends-healthy")
 def test_a_group_that_moves_while_stacks_are_taken_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -29,6 +29,7 @@ from holdfast.telemetry.health import PORT_VARIABLE, AgentAlive, HealthCheckServ
 from holdfast.timer import FileTimerServer
 from tests import support
 from tests.integration.test_agent import Meeting, PluginHandler
+from tests.promises import promise, proves
 
 LIMIT_S = 0.3
 
@@ -117,6 +118,8 @@ def make_agent(
 # Every phase.
 
 
+@promise("""health.agent-alive-200-phase: The agent is alive (200) in every phase, however long it lasts: joining,
+    running, stopping a stubborn worker, waiting for other nodes.""")
 def test_alive_while_joining_running_and_waiting_for_others(gates: Gates, threads: ThreadPoolExecutor) -> None:
     meeting = Meeting(2)
     servers = [short_server(), short_server()]
@@ -141,6 +144,7 @@ def test_alive_while_joining_running_and_waiting_for_others(gates: Gates, thread
     assert [support.get_json(server.port)[0] for server in servers] == [0, 0]
 
 
+@proves("health.agent-alive-200-phase")
 def test_alive_while_a_stubborn_worker_is_in_its_grace_period(gates: Gates, threads: ThreadPoolExecutor) -> None:
     server = short_server()
     agent = make_agent(server, sys.executable, gates.script, gates.prefix, "stubborn", local_world_size=2)
@@ -181,6 +185,8 @@ class Hanging(SimpleElasticAgent):
         self._await("shut down")
 
 
+@promise("""health.agent-loop-turn-stuck: An agent whose loop does not turn is stuck (503), with the reason, until it
+    continues.""")
 def test_a_loop_that_hangs_is_stuck_until_it_goes_on(threads: ThreadPoolExecutor) -> None:
     server = short_server()
     spec = WorkerSpec("trainer", 1, StandaloneRendezvous("run"), entrypoint="true", monitor_interval=0.02)
@@ -203,6 +209,8 @@ class LivesByItsWatchdog(LocalElasticAgent):
         return self._get_watchdog_progress_time()
 
 
+@promise("""health.watchdog-hangs-make-agent: A watchdog that hangs does not make the agent look dead, unless a subclass
+    says so.""")
 @pytest.mark.parametrize(("kind", "status"), [(LocalElasticAgent, 200), (LivesByItsWatchdog, 503)])
 def test_a_watchdog_that_hangs_harms_only_who_asked_for_that(
     kind: type[LocalElasticAgent],
@@ -237,6 +245,9 @@ def ask_until_running(port: int, fail_first: bool = False) -> dict[str, Any]:
     return await_phase(port, "running")
 
 
+@promise("health.answer-phase-round-restarts: The answer has the phase, the round and the restarts.")
+@promise("""health.check-works-command-line: The health check works from the command line, from `LaunchConfig`, from the
+    environment, with a server that the caller made, and with an agent alone. The port is released at the end.""")
 @pytest.mark.parametrize("way", ["config", "environment", "server"])
 def test_ways_to_ask_for_it(way: str, monkeypatch: pytest.MonkeyPatch, no_descriptor_leak: None) -> None:
     """Twice in one process, on the same port: it is released at the end. Of two ports the more special one counts."""
@@ -251,6 +262,7 @@ def test_ways_to_ask_for_it(way: str, monkeypatch: pytest.MonkeyPatch, no_descri
         assert support.get_json(port)[0] == 0
 
 
+@proves("health.check-works-command-line")
 def test_an_agent_alone_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     port = support.free_port()
     monkeypatch.setenv(PORT_VARIABLE, str(port))
@@ -276,6 +288,8 @@ class AskingHandler(StandaloneRendezvous):
         return super().shutdown()
 
 
+@promise("""health.check-answers-agent-reached: The health check also answers before the agent has reached the
+    rendezvous and after it has left it.""")
 def test_it_is_there_before_the_rendezvous_and_after_it() -> None:
     port = support.free_port()
     told: list[tuple[int, dict[str, Any]]] = []
@@ -302,6 +316,7 @@ def listening_ports() -> list[int]:
     return found
 
 
+@promise("health.worker-forked-process-keeps: No worker, and no other forked process, keeps the port.")
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
 def test_workers_do_not_have_the_port(start_method: str) -> None:
     """A forked one may have other sockets of this process."""

@@ -9,6 +9,7 @@ import pytest
 
 from tests import pods, support
 from tests.pods import Pod
+from tests.promises import promise, proves
 
 QUICK = ("--rdzv-conf", "heartbeat=0.3,lease=6,drop_timeout=0.9,reconnect_grace=0.3,last_call=0.5,close_linger=0.5")
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -56,6 +57,9 @@ def finish(home: Path, *running: Pod) -> None:
     assert [pod.ended() for pod in running] == [0] * len(running), "".join(pod.log.read_text() for pod in running)
 
 
+@promise("""kubernetes.pod-agents-three-kinds: In what a pod would be, the agents of all three kinds meet, whichever pod
+    comes first, restart after a failure, answer the probes, and succeed.""")
+@proves("kubernetes.token-manifest-workers-get")
 @pytest.mark.parametrize(
     ("kind", "hosts"),
     [
@@ -85,6 +89,7 @@ def test_pods_meet_restart_and_succeed(tmp_path: Path, kind: str, hosts: list[st
     assert "no token" not in log
 
 
+@proves("steering.stop-ends-run-nodes")
 def test_a_run_that_is_stopped_in_a_pod_is_not_started_again(tmp_path: Path) -> None:
     with pods.cluster(tmp_path, pods.documents_of(manifest(tmp_path))) as cluster:
         running = cluster.start_all()
@@ -94,6 +99,8 @@ def test_a_run_that_is_stopped_in_a_pod_is_not_started_again(tmp_path: Path) -> 
         assert (codes, {cluster.action_on(code) for code in codes}) == ([94, 94], {"FailJob"})
 
 
+@promise("""kubernetes.evicted-killed-pod-replaced: An evicted or killed pod is replaced, and the run goes on, also
+    without the pod at which the nodes met.""")
 @pytest.mark.parametrize("index", [1, 0])
 def test_an_evicted_pod_is_replaced_and_the_run_goes_on(tmp_path: Path, index: int) -> None:
     """Also the one at which the nodes meet: its replacement has the same name, another address, and no memory."""
@@ -109,6 +116,8 @@ def test_an_evicted_pod_is_replaced_and_the_run_goes_on(tmp_path: Path, index: i
         finish(tmp_path, *running)
 
 
+@promise("""kubernetes.nnodes-min-max-run: With `--nnodes MIN:MAX` the run starts with the pods that there are, and the
+    Job is complete when MIN have succeeded.""")
 def test_an_elastic_run_starts_with_the_pods_that_there_are(tmp_path: Path) -> None:
     with pods.cluster(tmp_path, pods.documents_of(manifest(tmp_path, nnodes="1:2"))) as cluster:
         assert (cluster.spec["parallelism"], cluster.spec["maxFailedIndexes"]) == (2, 1)
@@ -119,6 +128,8 @@ def test_an_elastic_run_starts_with_the_pods_that_there_are(tmp_path: Path) -> N
         finish(tmp_path, first, second)
 
 
+@promise("""kubernetes.exit-codes-agents-fit: The exit codes of agents fit the rules of the Job: a run that has failed
+    for good is not started again, an eviction does not count.""")
 @pytest.mark.parametrize(
     ("source", "options", "code", "action"),
     [
@@ -140,6 +151,8 @@ def test_exit_codes_fit_the_rules(
         assert cluster.action_on(code) == action
 
 
+@promise("""kubernetes.runtime-kubeflow-torch-run: In a runtime of Kubeflow for torch, `holdfast run train.py` needs no
+    options.""")
 def test_in_the_torch_runtime_of_kubeflow(tmp_path: Path) -> None:
     """There the trainer says all there is to say by variables: `holdfast run train.py` needs no option."""
     documents = pods.documents_of(manifest(tmp_path, kind="trainjob"))
@@ -162,6 +175,7 @@ def test_in_the_torch_runtime_of_kubeflow(tmp_path: Path) -> None:
         finish(tmp_path, *running)
 
 
+@proves("kubernetes.evicted-killed-pod-replaced")
 def test_a_pod_that_was_killed_counts(tmp_path: Path) -> None:
     """As by the kernel for memory: the replacement joins the run again."""
     with pods.cluster(tmp_path, pods.documents_of(manifest(tmp_path))) as cluster:
@@ -175,6 +189,8 @@ def test_a_pod_that_was_killed_counts(tmp_path: Path) -> None:
         finish(tmp_path, first, second)
 
 
+@promise("""kubernetes.sigterm-ends-pod-grace: SIGTERM ends a pod within its grace, which is longer than that of the
+    workers.""")
 def test_stubborn_workers_end_within_the_grace_of_the_pod(tmp_path: Path) -> None:
     support.write_script(
         tmp_path / "stubborn.py",

@@ -28,6 +28,7 @@ from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.telemetry import events
 from holdfast.testing.etcd_server import EtcdServer
 from tests import entrypoints, support
+from tests.promises import promise, proves
 
 BACKENDS = ("static", "standalone", "tcp", "etcd")
 CHECKS_SCRIPT = """
@@ -107,12 +108,15 @@ def files(tmp_path: Path) -> Path:
 # Scenarios 1 to 5.
 
 
+@promise("""rendezvous.scripts-programs-functions: Scripts, programs, functions and a torch group run from Python with
+    `static`, `standalone` and `tcp`.""")
 def test_a_script(backend: dict[str, Any], tmp_path: Path, files: Path) -> None:
     launch = elastic_launch(config(**backend), sys.executable)
     assert launch("-u", script(tmp_path), f"--touch-file-dir={files}") == dict.fromkeys(range(4))
     assert touched(files) == ["0", "1", "2", "3"]
 
 
+@proves("rendezvous.scripts-programs-functions")
 def test_a_bash_script(backend: dict[str, Any], tmp_path: Path, files: Path) -> None:
     path = support.write_script(tmp_path / "worker.sh", '#!/bin/bash\ntouch "$1/$RANK"\n', executable=True)
     elastic_launch(config(**backend), path)(str(files))
@@ -123,6 +127,7 @@ def ten_and(rank_name: str) -> int:
     return 10 + int(os.environ[rank_name])
 
 
+@proves("rendezvous.scripts-programs-functions")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_function(backend: dict[str, Any], method: str) -> None:
     results = elastic_launch(config(**backend, start_method=method), ten_and)("RANK")
@@ -133,6 +138,7 @@ def both(first: int, *, second: int) -> tuple[int, int]:
     return first, second
 
 
+@proves("cli.launchconfig-nproc-node-auto")
 def test_a_function_with_keyword_arguments() -> None:
     assert elastic_launch(config(1), both)(1, second=2) == {0: (1, 2)}
     with pytest.raises(ChildFailedError, match="both FAILED"):
@@ -153,6 +159,7 @@ def sum_of_ranks() -> int:
     return int(total.item())
 
 
+@proves("rendezvous.scripts-programs-functions")
 def test_a_torch_group(backend: dict[str, Any]) -> None:
     if backend["rdzv_backend"] not in ("standalone", "tcp"):
         support.leave_to_test_all("torch on every backend")
@@ -172,6 +179,7 @@ assert ranks in ([0, 1, 2, 3], [4, 5, 6, 7]), ranks
 """
 
 
+@proves("etcd-runs.promises-runs-coordinator-hold")
 def test_a_single_agent_where_there_may_be_two(meeting: Any, tmp_path: Path, files: Path) -> None:
     made = config(**meeting(last_call=0.3))
     made.max_nodes = 2
@@ -179,6 +187,7 @@ def test_a_single_agent_where_there_may_be_two(meeting: Any, tmp_path: Path, fil
     assert touched(files) == ["0", "1", "2", "3"]
 
 
+@proves("etcd-runs.promises-runs-coordinator-hold")
 def test_two_agents(meeting: Any, tmp_path: Path, files: Path) -> None:
     """The other one calls the backend and a setting by the names that users of torchrun know."""
     other = support.write_script(tmp_path / "other.py", OTHER_AGENT)
@@ -249,6 +258,7 @@ raise ConnectionResetError("the peer is gone")
 """
 
 
+@proves("failures.root-cause-first-explains")
 def test_who_raised_and_was_stopped_while_it_cleaned_up_is_the_cause(tmp_path: Path) -> None:
     gate, lives = tmp_path / "gate", tmp_path / "lives"
     os.mkfifo(gate)
@@ -290,12 +300,15 @@ def outcome(monkeypatch: pytest.MonkeyPatch, recorded: mock.Mock) -> Outcome:
     return Outcome(monkeypatch, recorded)
 
 
+@promise("""rendezvous.success-failure-errors-close: Success, failure and errors close the rendezvous; a signal does
+    not. A shutdown that fails hides nothing.""")
 def test_success_closes_the_rendezvous(outcome: Outcome) -> None:
     assert outcome.launch(RunResult(WorkerState.SUCCEEDED, return_values={0: "a"})) == {0: "a"}
     outcome.handler.shutdown.assert_called_once_with()
     assert outcome.event() is outcome.agent.get_event_succeeded.return_value
 
 
+@proves("rendezvous.success-failure-errors-close")
 def test_failure_closes_the_rendezvous(outcome: Outcome) -> None:
     failure = ProcessFailure(0, 4711, 3, "/no/such/file")
     result = RunResult(WorkerState.FAILED, failures={2: failure}, stopped={1: "SIGTERM"})
@@ -306,6 +319,7 @@ def test_failure_closes_the_rendezvous(outcome: Outcome) -> None:
     assert outcome.event() is outcome.agent.get_event_failed.return_value
 
 
+@proves("rendezvous.success-failure-errors-close")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_does_not_close_the_rendezvous(outcome: Outcome, number: signal.Signals) -> None:
     error = SignalException("enough", number)
@@ -336,6 +350,7 @@ def test_what_is_no_error_records_nothing(outcome: Outcome) -> None:
     outcome.recorded.assert_not_called()
 
 
+@proves("rendezvous.success-failure-errors-close")
 @pytest.mark.parametrize("effect", [RunResult(WorkerState.SUCCEEDED), RuntimeError("of the agent")])
 def test_a_shutdown_that_fails_hides_nothing(outcome: Outcome, effect: Any, caplog: pytest.LogCaptureFixture) -> None:
     outcome.handler.shutdown.side_effect = ConnectionError("nobody there")
@@ -403,6 +418,8 @@ def test_a_program_that_is_not_there() -> None:
 # LaunchConfig.
 
 
+@promise("""cli.launchconfig-nproc-node-auto: `LaunchConfig(nproc_per_node="auto")` counts as the command line does, and
+    functions may have keyword arguments.""")
 def test_workers_by_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert [LaunchConfig(1, 1, text).nproc_per_node for text in ("auto", "gpu", "2")] == [3, 3, 2]
@@ -447,6 +464,7 @@ def test_times(
         assert getattr(LaunchConfig(1, 1, 1, **{name: explicit}), name) == (default if expected is None else expected)
 
 
+@proves("restarts.policy-makes-sense-example")
 @pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"restart_policy": RestartPolicy(1, window_s=0.0)}])
 def test_a_restart_policy_that_makes_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^(max_restarts|window_s) must be "):
@@ -461,6 +479,7 @@ def test_a_run_without_an_id_gets_one_and_the_config_stays_as_it_was() -> None:
     assert all(id_.isdecimal() for id_ in ids)
 
 
+@proves("output.temporary-log-directory-files")
 def test_nothing_is_left_in_the_temporary_directory(
     tmp_path: Path, mailbox: support.Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,6 +506,8 @@ except Exception:
 """
 
 
+@promise("""cli.warnings-begin-program-configured: Warnings begin with `holdfast:` even in a program that has not
+    configured logging.""")
 @pytest.mark.parametrize(
     ("before", "starts"),
     [
@@ -503,6 +524,7 @@ def test_warnings_say_who_speaks(before: str, starts: list[str], tmp_path: Path)
     assert [line.partition(" with code 1")[0] for line in lines if line.endswith("; restart 1 of 1")] == starts
 
 
+@proves("coordinator.node-keeps-lease-come")
 @pytest.mark.parametrize(("hang_policy", "margin_s"), [(None, 35.0), (HangPolicy(hang_timeout_s=600.0), 55.0)])
 def test_the_run_hears_how_long_this_node_may_need_for_a_stop(hang_policy: HangPolicy | None, margin_s: float) -> None:
     """Beyond the grace of its workers."""

@@ -12,6 +12,7 @@ import pytest
 
 from tests import nodes, support
 from tests.nodes import Scene
+from tests.promises import proves
 
 
 @pytest.fixture
@@ -20,6 +21,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
         yield stage
 
 
+@proves("nodes.most-loss-limit-restarts")
 def test_more_lost_nodes_than_allowed_end_the_run_for_good(scene: Scene) -> None:
     a = scene.start("a", "1:2", "--loss-limit", "0", "--max-restarts", "9")
     scene.await_world(1)
@@ -31,6 +33,7 @@ def test_more_lost_nodes_than_allowed_end_the_run_for_good(scene: Scene) -> None
     assert "no restarts after lost nodes are allowed (--loss-limit 0)" in a.log
 
 
+@proves("nodes.host-lost-second-time")
 def test_a_host_that_is_lost_twice_waits_and_is_named(scene: Scene) -> None:
     scene.start("a", "1:2")
     last = scene.await_world(1)[0].round

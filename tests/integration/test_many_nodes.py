@@ -16,6 +16,7 @@ import pytest
 from holdfast.testing.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.nodes import SHORT_S, Scene
+from tests.promises import promise, proves
 from tests.relay import Relay
 
 LONG_S = 60  # For a wait that the test says will not happen.
@@ -44,6 +45,8 @@ def last_line(log: str) -> str:
 # Forming.
 
 
+@promise("""nodes.maximum-number-round-begins: At the maximum number of nodes a round begins at once, below it after the
+    last call.""")
 def test_at_max_nodes_a_round_begins_at_once(scene: Scene) -> None:
     for name in "ab":
         scene.start(name, "1:2", "--nproc-per-node", "4", last_call=LONG_S)
@@ -54,6 +57,7 @@ def test_at_max_nodes_a_round_begins_at_once(scene: Scene) -> None:
     assert {life.round for life in lives} == {1}
 
 
+@proves("nodes.maximum-number-round-begins")
 def test_below_max_nodes_a_round_begins_after_the_last_call(scene: Scene) -> None:
     scene.start("a", "1:2", "--nproc-per-node", "4")
     scene.order("exit 0")
@@ -61,6 +65,9 @@ def test_below_max_nodes_a_round_begins_after_the_last_call(scene: Scene) -> Non
     assert [life.rank for life in scene.lives()] == [0, 1, 2, 3]
 
 
+@promise("""nodes.requested-ranks-honoured-roles: Requested ranks are honoured. Roles and sizes may differ from node to
+    node.""")
+@proves("etcd-runs.promises-runs-coordinator-hold")
 def test_requested_ranks_are_honoured(scene: Scene) -> None:
     ranks = {"a": 2, "b": 0, "c": 1}
     for name, rank in ranks.items():
@@ -72,6 +79,7 @@ def test_requested_ranks_are_honoured(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0, "c": 0}
 
 
+@proves("nodes.requested-ranks-honoured-roles")
 def test_nodes_of_different_roles_and_sizes(scene: Scene) -> None:
     scene.start("a", "3", "--role", "trainer", "--nproc-per-node", "1", rank=0)
     scene.start("b", "3", "--role", "trainer", "--nproc-per-node", "2", rank=1)
@@ -90,6 +98,9 @@ def test_nodes_of_different_roles_and_sizes(scene: Scene) -> None:
     assert set(scene.ended().values()) == {0}
 
 
+@promise("""nodes.script-content-warns-once: A node whose script has another content than that of node 0 warns of it
+    once, also through restarts. Nodes with another role, with the same content elsewhere, or without a file (a module,
+    a function, a program on `PATH`) do not.""")
 @at_a_coordinator
 def test_a_script_that_differs_from_that_of_node_0_causes_one_warning(scene: Scene) -> None:
     """Not in each round, and not on nodes that have another role or a copy elsewhere."""
@@ -111,6 +122,8 @@ def test_a_script_that_differs_from_that_of_node_0_causes_one_warning(scene: Sce
     assert set(map(len, warnings.values())) == {0}
 
 
+@promise("""nodes.few-join-time-run: If too few nodes join in time, the run ends and says which nodes joined and how
+    many are missing.""")
 def test_too_few_nodes_in_time(scene: Scene) -> None:
     nodes = [scene.start(name, "4", join_timeout=6) for name in "ab"]  # As long as the second may take to start.
     assert scene.ended() == {"a": 1, "b": 1}
@@ -122,6 +135,7 @@ def test_too_few_nodes_in_time(scene: Scene) -> None:
     assert not scene.lives()
 
 
+@proves("nodes.rejected-settings-differ-requested", "etcd-runs.mistake-causes-clear-line")
 def test_a_node_with_other_settings_is_refused(scene: Scene) -> None:
     scene.start("a", "1:2")
     scene.await_world(1)
@@ -133,6 +147,7 @@ def test_a_node_with_other_settings_is_refused(scene: Scene) -> None:
     assert len(scene.lives()) == 1, "the run did not notice"
 
 
+@proves("nodes.rejected-settings-differ-requested")
 def test_a_rank_that_another_node_has_asked_for_is_refused(scene: Scene) -> None:
     a = scene.start("a", "1:2", rank=0, lease=SHORT_S)
     scene.await_world(1)
@@ -147,6 +162,8 @@ def test_a_rank_that_another_node_has_asked_for_is_refused(scene: Scene) -> None
 # Failures of workers.
 
 
+@promise("""nodes.failure-stops-restarts-workers: A failure on one node stops and restarts the workers of all nodes,
+    with the same restart count, and every node names the cause.""")
 def test_a_failure_restarts_the_workers_of_all_nodes(scene: Scene) -> None:
     agents = [scene.start(name, "2", "--nproc-per-node", "2", "--max-restarts", "3") for name in "ab"]
     first = scene.await_world(4)
@@ -163,6 +180,9 @@ def test_a_failure_restarts_the_workers_of_all_nodes(scene: Scene) -> None:
         assert "restart 1 of 3" in agent.log
 
 
+@promise("""nodes.end-failed-run-shows: At the end of a failed run every node shows the cause with the same traceback,
+    wherever it happened. The evidence that a node sends is bounded and is shown without control characters. Whatever
+    the nodes send, the outcome fits into a message.""")
 def test_every_node_shows_the_traceback_of_the_cause(scene: Scene) -> None:
     agents = [scene.start(name, "3") for name in "abc"]
     scene.await_world(3)
@@ -176,6 +196,9 @@ def test_every_node_shows_the_traceback_of_the_cause(scene: Scene) -> None:
     assert len({re.sub(r"Stopped by holdfast: [^\n]*\n", "", root) for root in roots}) == 1
 
 
+@promise("""nodes.restart-budget-belongs-whole: The restart budget belongs to the whole run, and at its end every node
+    prints the same last line.""")
+@proves("etcd-runs.promises-runs-coordinator-hold")
 def test_the_budget_is_of_the_run(scene: Scene) -> None:
     agents = [scene.start(name, "3", "--max-restarts", "2") for name in "abc"]
     for rank in range(3):
@@ -187,6 +210,7 @@ def test_the_budget_is_of_the_run(scene: Scene) -> None:
     assert "rank 2 exited with code 3" in last_line(agents[0].log)
 
 
+@promise("nodes.restarts-failure-ends-run: Without restarts a failure ends the run on all nodes.")
 def test_without_restarts_a_failure_ends_the_run_everywhere(scene: Scene) -> None:
     agents = [scene.start(name, "2", "--nproc-per-node", "2") for name in "ab"]
     scene.await_world(4)
@@ -197,6 +221,7 @@ def test_without_restarts_a_failure_ends_the_run_everywhere(scene: Scene) -> Non
         assert "rank 1 failed: RuntimeError: something broke" in last_line(agent.log)
 
 
+@promise("nodes.killed-worker-failure-like: A killed worker is a failure like any other.")
 def test_a_killed_worker_is_a_failure_like_any_other(scene: Scene) -> None:
     for name in "ab":
         scene.start(name, "2", "--max-restarts", "1")
@@ -207,6 +232,8 @@ def test_a_killed_worker_is_a_failure_like_any_other(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""nodes.worker-starts-slowest-worker: No worker starts before the slowest worker of the previous round is
+    gone, on any node.""")
 def test_nobody_starts_before_a_stubborn_worker_is_gone(scene: Scene) -> None:
     """It ignores SIGTERM; the check of every scene sees to it that the next round waits for its end."""
     for name in "ab":
@@ -221,6 +248,8 @@ def test_nobody_starts_before_a_stubborn_worker_is_gone(scene: Scene) -> None:
     assert min(life.started_at for life in second) - failed.last_seen_at > 1e9
 
 
+@promise("""nodes.finishes-early-waits-starts: A node that finishes early waits for the others, and starts again with
+    them if one fails.""")
 def test_a_node_that_finished_early_waits(scene: Scene) -> None:
     a, b = (scene.start(name, "2") for name in "ab")
     lives = scene.await_world(2)
@@ -233,6 +262,7 @@ def test_a_node_that_finished_early_waits(scene: Scene) -> None:
     assert len(scene.lives()) == 2
 
 
+@proves("nodes.finishes-early-waits-starts")
 def test_a_node_that_finished_early_restarts_with_the_others(scene: Scene) -> None:
     for name in "ab":
         scene.start(name, "2", "--max-restarts", "1")
@@ -248,6 +278,11 @@ def test_a_node_that_finished_early_restarts_with_the_others(scene: Scene) -> No
 # Changes of membership.
 
 
+@promise("""nodes.run-grows-shrinks-runs: The run grows and shrinks while it runs. Workers get their grace period, and
+    no restart is charged.""")
+@promise("""etcd-runs.promises-runs-coordinator-hold: The promises for runs at a coordinator hold on etcd: forming,
+    failures, growing, shrinking, standing by, leaving, requested ranks, rejections, the budget of the run.""")
+@proves("restarts.nodes-wait-use-budget")
 def test_growing_and_shrinking_is_not_charged(scene: Scene) -> None:
     scene.start("a", "1:3", "--log-dir", "logs", "--redirects", "3")
     scene.await_world(1)
@@ -266,6 +301,7 @@ def test_growing_and_shrinking_is_not_charged(scene: Scene) -> None:
     assert len(logs) == len(scene.lives(node="a")), "every round keeps its logs"
 
 
+@proves("nodes.newcomers-arrive-admit-delay")
 def test_newcomers_are_admitted_together(scene: Scene) -> None:
     """The first of them waits until there is no room for another one."""
     a = scene.start("a", "1:3", admit_delay=LONG_S)
@@ -279,6 +315,7 @@ def test_newcomers_are_admitted_together(scene: Scene) -> None:
     assert a.log.count("the round is stopped") == 1
 
 
+@promise("nodes.admit-restart-newcomer-waits: With `--admit on-restart` a newcomer waits for the next restart.")
 def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
     a = scene.start("a", "1:2", "--max-restarts", "1", admit="on-restart")
     scene.await_world(1)
@@ -292,6 +329,8 @@ def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
     assert "joins" not in a.log
 
 
+@promise("""nodes.exceeds-maximum-stands-takes: A node that exceeds the maximum stands by, takes the place of a lost
+    node, and ends with the run.""")
 def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
     """It may have to stand by for longer than it would take a round to form."""
     times = {"join_timeout": 4, "last_call": LONG_S, "lease": SHORT_S}
@@ -312,6 +351,7 @@ def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
     assert "this node has lost" not in a.log
 
 
+@proves("nodes.exceeds-maximum-stands-takes")
 def test_a_standby_ends_with_the_run(scene: Scene) -> None:
     scene.start("a", "1")
     scene.await_world(1)
@@ -322,6 +362,8 @@ def test_a_standby_ends_with_the_run(scene: Scene) -> None:
     assert len(scene.lives()) == 1
 
 
+@promise("""nodes.killed-agent-lost-continue: A killed agent is lost. The others continue without it, uncharged, and
+    name it.""")
 def test_a_killed_agent_is_lost_and_the_others_go_on(scene: Scene) -> None:
     options, times = ("--nproc-per-node", "2"), {"last_call": LONG_S, "lease": SHORT_S}
     agents = {name: scene.start(name, "1:3", *options, **times) for name in "abc"}
@@ -340,6 +382,7 @@ def test_a_killed_agent_is_lost_and_the_others_go_on(scene: Scene) -> None:
             assert re.search(rf"-{victim.pid}-\S+ is lost", agent.log)
 
 
+@promise("nodes.below-minimum-number-run: Below the minimum number of nodes the run waits for a new one.")
 def test_below_min_nodes_the_run_waits_for_a_new_node(scene: Scene) -> None:
     agents = [scene.start(name, "3", lease=SHORT_S) for name in "abc"]
     scene.await_world(3)
@@ -353,6 +396,8 @@ def test_below_min_nodes_the_run_waits_for_a_new_node(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": -9, "c": 0, "d": 0}
 
 
+@promise("""nodes.lost-explains-failures-around: A lost node explains the failures around it: even with no restarts
+    allowed the run continues, and the log names the node.""")
 @pytest.mark.parametrize("how", ["together", "alone"])
 def test_a_lost_node_explains_the_failures_around_it(scene: Scene, how: str) -> None:
     """No restart is allowed and the survivors' workers fail, too, before anybody knows of the loss."""
@@ -371,6 +416,8 @@ def test_a_lost_node_explains_the_failures_around_it(scene: Scene, how: str) -> 
         assert re.search(rf"-{victim.pid}-\S+ is lost", agents[name].log), agents[name].log
 
 
+@promise("""nodes.signal-agent-makes-leave: A signal to an agent makes that node leave and no other, also while it waits
+    for others, stands by, has finished, or stops its workers.""")
 def test_a_node_that_is_told_to_stop_leaves_the_run(scene: Scene) -> None:
     agents = {name: scene.start(name, "1:2", last_call=LONG_S) for name in "ab"}
     leaver = agents[scene.await_world(2)[0].node]
@@ -386,6 +433,7 @@ def test_a_node_that_is_told_to_stop_leaves_the_run(scene: Scene) -> None:
     assert {life.restarts for life in second} == {0}
 
 
+@proves("nodes.signal-agent-makes-leave", "etcd-runs.run-key-thread-process")
 def test_a_standby_may_leave(scene: Scene) -> None:
     """That is no loss: when the run ends it is not kept for a node that may come back."""
     scene.start("a", "1", close_linger=2 * LONG_S)
@@ -399,6 +447,7 @@ def test_a_standby_may_leave(scene: Scene) -> None:
     assert len(scene.lives()) == 1
 
 
+@proves("nodes.signal-agent-makes-leave", "etcd-runs.promises-runs-coordinator-hold")
 def test_a_node_that_has_finished_may_leave(scene: Scene) -> None:
     agents = {name: scene.start(name, "2") for name in "ab"}
     first = scene.await_world(2)
@@ -413,6 +462,7 @@ def test_a_node_that_has_finished_may_leave(scene: Scene) -> None:
     assert len(scene.lives()) == 2
 
 
+@proves("nodes.signal-agent-makes-leave")
 def test_a_node_may_leave_while_it_stops_its_workers(scene: Scene) -> None:
     """One of its workers takes its time; the failure that began it all is not charged, because a member left."""
     options = ("--shutdown-timeout", "2")
@@ -430,6 +480,7 @@ def test_a_node_may_leave_while_it_stops_its_workers(scene: Scene) -> None:
     assert scene.ended() == {"a": 143, "b": 0}
 
 
+@proves("nodes.signal-agent-makes-leave")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_node_that_waits_can_be_stopped(scene: Scene, number: signal.Signals) -> None:
     a = scene.start("a", "2")
@@ -442,6 +493,8 @@ def test_a_node_that_waits_can_be_stopped(scene: Scene, number: signal.Signals) 
     assert {life.node for life in scene.await_world(2)} == {"b", "c"}
 
 
+@promise("""nodes.workers-frozen-agent-network: The workers of a frozen agent, or of one that the network cuts off, are
+    dead before the others start again. The agent comes back as a new node.""")
 def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
     """The check of every scene compares the times: its workers must be gone before the others start again."""
     agents = {name: scene.start(name, "1:2", last_call=LONG_S, lease=SHORT_S) for name in "ab"}
@@ -459,6 +512,9 @@ def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""coordinator.node-part-run-comes: A node that had a part in a run and comes back after its end gets the
+    outcome and exits like the run; the end is known for a day. A node that knows of no past begins a new run under the
+    same id, after `close_linger` if nodes of the old one may still come.""")
 @pytest.mark.parametrize("how", ["exit 0", "exit 3"], ids=["succeeded", "failed"])
 def test_a_node_that_comes_back_after_the_end_exits_like_the_run(scene: Scene, how: str) -> None:
     """It was frozen until its run was over and forgotten. It must not run the whole job again alone."""
@@ -485,6 +541,7 @@ def relay(scene: Scene) -> Iterator[Relay]:
     link.close()
 
 
+@proves("nodes.workers-frozen-agent-network")
 @at_a_coordinator
 def test_a_node_that_the_network_cuts_off_loses_its_workers_in_time(scene: Scene, relay: Relay) -> None:
     times = {"last_call": LONG_S, "lease": SHORT_S}
@@ -502,6 +559,7 @@ def test_a_node_that_the_network_cuts_off_loses_its_workers_in_time(scene: Scene
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("nodes.connection-breaks-restored: A connection that breaks and is restored disturbs no worker.")
 @at_a_coordinator
 def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene, relay: Relay) -> None:
     """There is time to make it; more of it than that passes, so it has been made."""
@@ -522,6 +580,8 @@ def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene
 # Nodes whose ranks and master the user has fixed.
 
 
+@promise("""nodes.static-share-failures-restarts: `static` nodes also share failures and restarts, and a lost one can be
+    replaced.""")
 @at_a_coordinator
 def test_static_nodes_restart_together(scene: Scene) -> None:
     agents = [scene.start_static(name, "2", rank, "--max-restarts", "1") for rank, name in enumerate("ab")]
@@ -535,6 +595,7 @@ def test_static_nodes_restart_together(scene: Scene) -> None:
     assert "rank 0 exited with code 4" in last_line(agents[1].log)
 
 
+@proves("nodes.static-share-failures-restarts")
 @at_a_coordinator
 def test_a_static_node_can_be_replaced(scene: Scene) -> None:
     a = scene.start_static("a", "2", 0)
@@ -555,6 +616,10 @@ def test_a_static_node_can_be_replaced(scene: Scene) -> None:
 OUTLIVING = {"lease": 5, "reconnect_grace": 2, "drop_timeout": 3}
 
 
+@promise("""coordinator.killed-continues-run-workers: If the coordinator is killed, another one continues the run, and
+    the workers keep running.""")
+@promise("""etcd-runs.workers-keep-running: Workers keep running when the coordinator process is killed. The agent that
+    started it may be killed, and the coordinator keeps running.""")
 def test_training_goes_on_while_the_coordinator_is_replaced(scene: Scene) -> None:
     for name in "ab":
         scene.start(name, "2", "--max-restarts", "1", **OUTLIVING)
@@ -581,6 +646,9 @@ def is_past(scene: Scene, lives: list[nodes.Life], seconds: float) -> bool:
     return all(life.last_seen_at - life.started_at > seconds * 1e9 for life in scene.lives() if life.pid in pids)
 
 
+@promise("""coordinator.outlives-agent-started: The coordinator outlives the agent that started it. Several agents on
+    one host start only one.""")
+@proves("etcd-runs.workers-keep-running")
 def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> None:
     a = scene.start("a", "1:2", last_call=LONG_S)
     coordinator = scene.await_coordinator()
@@ -595,6 +663,7 @@ def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> Non
     assert scene.ended() == {"a": -9, "b": 0}
 
 
+@proves("etcd-runs.promises-runs-coordinator-hold")
 @at_a_coordinator
 def test_the_same_run_id_again_is_another_run(scene: Scene, tmp_path: Path, mark: str) -> None:
     """Nobody has to wait until the first one is forgotten, however long it would be remembered."""
@@ -607,6 +676,8 @@ def test_the_same_run_id_again_is_another_run(scene: Scene, tmp_path: Path, mark
         assert [life.node for life in again.lives()] == ["b"]
 
 
+@promise("""coordinator.loss-together-agent-costs: The loss of the coordinator together with an agent costs a round and
+    no restart. So does a frozen coordinator.""")
 @at_a_coordinator
 def test_the_loss_of_the_coordinators_host(scene: Scene) -> None:
     times = {"last_call": LONG_S, "lease": SHORT_S}
@@ -622,6 +693,7 @@ def test_the_loss_of_the_coordinators_host(scene: Scene) -> None:
     assert scene.ended() == {"a": -9, "b": 0}
 
 
+@proves("coordinator.loss-together-agent-costs")
 def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None:
     """Nobody can tell that from a network that is cut, so all workers are stopped in time."""
     for name in "ab":
@@ -638,6 +710,9 @@ def test_a_frozen_coordinator_costs_a_round_and_no_restart(scene: Scene) -> None
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""coordinator.started-hand-started-agents: A coordinator that was started by hand may be started after the
+    agents, killed and started again. Agents that may not start one wait for it. No agent can connect to it before it is
+    ready to answer.""")
 @at_a_coordinator
 def test_a_coordinator_that_was_started_by_hand(scene: Scene) -> None:
     """Agents that may not start one wait for it, and go on without it until there is another."""
@@ -693,6 +768,9 @@ dist.destroy_process_group()
 '''
 
 
+@promise("""nodes.real-torch-job-reduces: A real torch job whose all-reduces break because an agent is killed continues
+    and ends with the right sum.""")
+@proves("etcd-runs.promises-runs-coordinator-hold")
 def test_a_torch_job_loses_a_node_and_ends_with_the_right_sum(scene: Scene) -> None:
     """All-reduces are under way, so the survivors fail, too; no restart is allowed, and none is charged."""
     if scene.etcd:
@@ -713,6 +791,8 @@ def test_a_torch_job_loses_a_node_and_ends_with_the_right_sum(scene: Scene) -> N
     assert re.search(rf"-{agents[0].pid}-\S+ is lost", agents[1].log), agents[1].log
 
 
+@promise("""nodes.static-torch-job-several: A static torch job of several nodes that loses a worker continues from its
+    checkpoint with the right result. By default the coordinator of a static run is at the port after the master's.""")
 @at_a_coordinator
 def test_a_static_torch_job_loses_a_worker_and_goes_on_from_its_checkpoint(scene: Scene) -> None:
     support.leave_to_test_all("a long job of torch")

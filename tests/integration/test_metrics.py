@@ -24,6 +24,7 @@ from holdfast.testing.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.coordinators import coordinator
 from tests.nodes import Scene
+from tests.promises import promise, proves
 
 
 class Prometheus:
@@ -67,6 +68,8 @@ class Prometheus:
         self.process.wait(support.DEADLINE_S)
 
 
+@promise("""health.real-prometheus-server-scrapes: A real Prometheus server scrapes agents and coordinator through a
+    failure and a restart.""")
 def test_a_prometheus_server_scrapes_a_run_with_a_failure(scene: Scene, tmp_path: Path) -> None:
     support.need_tools("prometheus", "promtool")
     run_port, *agent_ports = (support.free_port() for _ in range(3))
@@ -131,6 +134,9 @@ sys.exit(int(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"))
 """
 
 
+@promise("""health.port-agent-metrics-metrics: The health port has the agent's metrics at `/metrics`; every other path
+    is the probe. They are counted through restarts.""")
+@proves("health.check-works-command-line")
 def test_lines_steps_and_the_probe_of_one_node(scene: Scene) -> None:
     """What was copied is counted through restarts. Any other path is the probe, as before."""
     port = support.free_port()
@@ -160,6 +166,7 @@ def await_lines(port: int, count: int) -> None:
     support.wait_until(find, f"{count} lines")
 
 
+@proves("health.http-coordinator-metrics-run")
 def test_on_etcd_the_elected_coordinator_serves_them(tmp_path: Path, etcd: EtcdServer) -> None:
     port = support.free_port()
     home, mark = tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]
@@ -172,6 +179,8 @@ def test_on_etcd_the_elected_coordinator_serves_them(tmp_path: Path, etcd: EtcdS
         assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""health.port-address-metrics-warning: A port or address for metrics that cannot be had is one warning, and
+    the job goes on.""")
 @pytest.mark.parametrize(
     ("address", "why"),
     [
@@ -187,6 +196,8 @@ def test_an_address_that_cannot_be_used_is_one_warning(tmp_path: Path, address: 
             assert why.format(taken=port) in server.await_line("no metrics: ")
 
 
+@promise("""health.http-coordinator-metrics-run: With `--http` the coordinator has the metrics of its run, on the
+    loopback address unless another is given.""")
 def test_by_hand_it_listens_on_loopback_alone(tmp_path: Path) -> None:
     with coordinator(tmp_path, "--http", ":0") as server:
         found = re.search(r"metrics at http://127\.0\.0\.1:(\d+)/metrics", server.await_line("metrics at"))
@@ -198,6 +209,7 @@ def test_by_hand_it_listens_on_loopback_alone(tmp_path: Path) -> None:
             pass
 
 
+@promise("health.coordinator-loop-stands-reported: A coordinator whose loop stands still is reported (503).")
 def test_a_coordinator_whose_loop_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitoring, "_PATIENCE_S", 0.2)
     may_end, served = threading.Event(), threading.Event()
@@ -224,6 +236,7 @@ def test_a_coordinator_whose_loop_stands_still(monkeypatch: pytest.MonkeyPatch) 
         servers[0].stop()
 
 
+@promise("health.library-metrics-imported-first: The library for metrics is imported when the first reader comes.")
 def test_the_library_is_not_imported_before_it_is_needed() -> None:
     code = (
         "import sys, holdfast.telemetry.health, holdfast.cli.coordinator, holdfast.agent.publisher; "

@@ -25,6 +25,7 @@ from holdfast.process.workers import ladder
 from holdfast.rendezvous.coordinator import launch as coordinator_launch
 from holdfast.rendezvous.settings import NodeSettings
 from tests import support
+from tests.promises import promise, proves
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 WORKER = str(PROGRAMS / "worker.py")
@@ -99,6 +100,8 @@ def launch(tmp_path: Path, mailbox: support.Mailbox) -> Iterator[Any]:
 # Somebody is killed.
 
 
+@promise("""ownership.agent-killed-workers: If the agent is killed, its workers and everything that they started are
+    gone at once, with any start method, even if a child of the agent's program holds its descriptors.""")
 def test_the_agent_is_killed(launch: Any) -> None:
     job = launch("--start", KINDS, nproc=2)
     group = job.hear_group(2, 4)
@@ -107,6 +110,8 @@ def test_the_agent_is_killed(launch: Any) -> None:
     assert support.survivors([*group["worker"], *group["grandchild"], spawner], PROMPTLY_S) == []
 
 
+@promise("""ownership.agent-spawner-killed-instant: If agent and spawner are killed at the same instant, the kernel
+    kills the workers.""")
 def test_agent_and_spawner_are_killed_together(launch: Any) -> None:
     """The kernel kills the workers: they asked for that when they were started."""
     job = launch(nproc=2)
@@ -118,6 +123,7 @@ def test_agent_and_spawner_are_killed_together(launch: Any) -> None:
     assert support.survivors([*workers, spawner], PROMPTLY_S) == []
 
 
+@proves("ownership.agent-killed-workers")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.parametrize(("function", "ranks"), [("@wait_forever", 2), ("@leave_daemon", 1)])
 def test_the_agent_of_functions_is_killed(
@@ -130,6 +136,7 @@ def test_the_agent_of_functions_is_killed(
     assert support.survivors(pids, PROMPTLY_S) == []
 
 
+@proves("ownership.agent-killed-workers")
 def test_the_agent_is_killed_although_a_child_of_its_program_holds_its_descriptors(
     tmp_path: Path, mailbox: support.Mailbox
 ) -> None:
@@ -153,6 +160,7 @@ def test_the_agent_is_killed_although_a_child_of_its_program_holds_its_descripto
         os.kill(said["copy"], signal.SIGKILL)
 
 
+@proves("ownership.spawner-killed-nothing-group")
 @pytest.mark.parametrize("is_restarted", [True, False])
 def test_the_spawner_is_killed(launch: Any, is_restarted: bool) -> None:
     life = ("--life", "0") if is_restarted else ()
@@ -167,6 +175,7 @@ def test_the_spawner_is_killed(launch: Any, is_restarted: bool) -> None:
     assert is_restarted or SPAWNER_KILLED.search(outcome["text"])
 
 
+@proves("ownership.spawner-killed-nothing-group")
 @pytest.mark.parametrize(
     ("function", "ranks", "method"),
     [("@wait_forever", 2, "fork"), ("@wait_forever", 2, "forkserver"), ("@leave_daemon", 1, "forkserver")],
@@ -219,6 +228,8 @@ print(holdfast.__file__)
 """
 
 
+@promise("""workers.module-site-packages-working: A module in site-packages or in the working directory with the name of
+    a standard module breaks neither the spawner nor the coordinator.""")
 def test_no_stray_module_is_taken_for_one_of_the_standard_library(tmp_path: Path) -> None:
     """Neither one beside the holdfast package, as in site-packages, nor one in the working directory."""
     import holdfast
@@ -258,6 +269,7 @@ def test_a_coordinators_socket_may_be_in_the_place_of_a_standard_descriptor(clos
         os.kill(coordinator, signal.SIGKILL)
 
 
+@proves("coordinator.ends-run-node-connected")
 def test_a_coordinator_that_no_node_needs_ends_within_seconds() -> None:
     """Two agents of a host with different directories for temporary files each start one; the second coordinator may be
     so late that the run is over by then."""
@@ -267,6 +279,8 @@ def test_a_coordinator_that_no_node_needs_ends_within_seconds() -> None:
     assert not support.survivors(support.marked(os.environ[support.TEST_MARK]), deadline_s=10)
 
 
+@promise("""ownership.agent-kills-spawner-answer: The agent kills a spawner that does not answer, with all processes
+    that it owns.""")
 def test_a_spawner_that_does_not_answer_is_killed_with_everything_it_owns(
     mailbox: support.Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +296,7 @@ def test_a_spawner_that_does_not_answer_is_killed_with_everything_it_owns(
     assert [pid for pid in [*pids, spawner] if support.alive(pid)] == []
 
 
+@promise("ownership.worker-process-tree-gone: A worker's process tree is gone before the worker is replaced.")
 def test_a_worker_is_killed_and_its_tree_is_gone_before_it_is_replaced(launch: Any, tmp_path: Path) -> None:
     script = support.write_script(tmp_path / "reborn.py", f"""
         import os, subprocess, sys
@@ -301,6 +316,8 @@ def test_a_worker_is_killed_and_its_tree_is_gone_before_it_is_replaced(launch: A
     assert job.outcome()["how"] == "success"
 
 
+@promise("""ownership.processes-worker-leaves-behind: Processes that a worker leaves behind are killed when it ends,
+    also while other workers run.""")
 @pytest.mark.parametrize(("then", "how"), [("exit 0", "success"), ("exit 3", "ChildFailedError")])
 def test_what_a_worker_leaves_behind_goes_with_it(launch: Any, then: str, how: str) -> None:
     job = launch("--start", KINDS, "--then", then)
@@ -310,6 +327,7 @@ def test_what_a_worker_leaves_behind_goes_with_it(launch: Any, then: str, how: s
     assert [pid for pid in group["grandchild"] if support.alive(pid)] == []
 
 
+@proves("ownership.processes-worker-leaves-behind")
 def test_what_a_worker_leaves_behind_goes_while_others_still_run(launch: Any) -> None:
     job = launch("--start", KINDS, "--then", "exit 0", nproc=2)
     trees: dict[str, list[int]] = {"0": [], "1": []}
@@ -328,6 +346,8 @@ def test_what_a_worker_leaves_behind_goes_while_others_still_run(launch: Any) ->
 GRACE_S = 1.5
 
 
+@promise("""stopping.workers-get-agent-signal: Workers get the agent's signal and the user's grace period on every path:
+    a failure, a restart, a newcomer, a signal, the end.""")
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_stubborn_worker_when_a_peer_fails(launch: Any, is_restarted: bool) -> None:
     life = ("--life", "0") if is_restarted else ()
@@ -345,6 +365,7 @@ def test_a_stubborn_worker_when_a_peer_fails(launch: Any, is_restarted: bool) ->
     assert not any(support.alive(pid) for pid in pids)
 
 
+@proves("stopping.workers-get-agent-signal")
 def test_a_stubborn_worker_when_a_node_wants_to_join(launch: Any, tmp_path: Path) -> None:
     job = launch("--on", "SIGTERM", shutdown_timeout=GRACE_S, newcomer=str(tmp_path / "newcomer"))
     (pid,) = job.hear("worker")
@@ -358,6 +379,7 @@ def test_a_stubborn_worker_when_a_node_wants_to_join(launch: Any, tmp_path: Path
     assert not support.alive(successor)
 
 
+@proves("stopping.workers-get-agent-signal")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_stubborn_worker_when_the_agent_gets_a_signal(launch: Any, name: str) -> None:
     """The worker is sent what the agent got."""
@@ -371,6 +393,8 @@ def test_a_stubborn_worker_when_the_agent_gets_a_signal(launch: Any, name: str) 
     assert job.mailbox.rest() == [], "nobody but the leader got a signal before the last one"
 
 
+@promise("""stopping.children-worker-get-signal: Children of a worker get no signal before SIGKILL, so that the worker
+    can end them in order.""")
 def test_grandchildren_may_finish_what_they_do_within_the_grace_of_their_leader(mailbox: support.Mailbox) -> None:
     """The leader waits for its child after SIGTERM; the child, which has no handler, must not have got one."""
     code = f"""
@@ -451,6 +475,8 @@ PHASES = {
 }
 
 
+@promise("""stopping.signal-phase-makes-node: Any signal in any phase makes the node leave, does not close the run, and
+    leaves no process behind.""")
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_takes_the_node_away_and_closes_nothing(launch: Any, phase: str, name: str) -> None:
@@ -470,6 +496,8 @@ def test_a_signal_takes_the_node_away_and_closes_nothing(launch: Any, phase: str
     assert not any(support.alive(pid) for pid in pids)
 
 
+@promise("""stopping.second-ctrl-kills-once: A second Ctrl-C kills at once. Further SIGTERMs do not shorten the grace
+    period.""")
 def test_a_second_interrupt_ends_all_patience(launch: Any) -> None:
     job = launch("--on", "SIGINT", nproc=2, shutdown_timeout=600)
     pids = job.hear("worker", 2)
@@ -480,6 +508,7 @@ def test_a_second_interrupt_ends_all_patience(launch: Any) -> None:
     assert not any(support.alive(pid) for pid in pids)
 
 
+@proves("stopping.second-ctrl-kills-once")
 def test_a_second_interrupt_ends_the_grace_of_a_restart(launch: Any) -> None:
     """The first one surfaces while the workers are being stopped: the node leaves at once, and keeps their grace."""
     order = {"nproc": 2, "max_restarts": 3, "shutdown_timeout": 600}
@@ -497,6 +526,7 @@ def test_a_second_interrupt_ends_the_grace_of_a_restart(launch: Any) -> None:
     assert not any(support.alive(pid) for pid in pids)
 
 
+@proves("stopping.second-ctrl-kills-once")
 def test_a_second_sigterm_does_not_shorten_the_grace(launch: Any) -> None:
     job = launch("--on", "SIGTERM", shutdown_timeout=3)
     (pid,) = job.hear("worker")
@@ -565,6 +595,8 @@ def freeze(group: Path, pid: int) -> None:
     support.wait_until(lambda: (group / "freezer.state").read_text().strip() == "FROZEN", "it is frozen")
 
 
+@promise("""ownership.process-killed-named-fails: A process that cannot be killed is named, fails the node and delays
+    nothing.""")
 def test_an_unkillable_process_is_named_when_a_peer_fails(launch: Any, freezer: Path) -> None:
     job = launch("--then", "exit 3", "--rank", "1", nproc=2, shutdown_timeout=1, max_restarts=3)
     said = {rank: int(pid) for _, rank, pid in (line.split() for line in job.mailbox.take(2))}
@@ -578,6 +610,7 @@ def test_an_unkillable_process_is_named_when_a_peer_fails(launch: Any, freezer: 
     assert str(said["0"]) in outcome["stderr"]
 
 
+@proves("ownership.process-killed-named-fails")
 def test_an_unkillable_process_does_not_hold_up_a_signal(launch: Any, freezer: Path) -> None:
     job = launch(nproc=1, shutdown_timeout=1)
     (pid,) = job.hear("worker")
@@ -588,6 +621,7 @@ def test_an_unkillable_process_does_not_hold_up_a_signal(launch: Any, freezer: P
     assert f"process {pid} (state D)" in outcome["stderr"]
 
 
+@proves("ownership.process-killed-named-fails")
 def test_an_unkillable_process_when_nobody_failed(launch: Any, freezer: Path, tmp_path: Path) -> None:
     job = launch(nproc=1, shutdown_timeout=1, newcomer=str(tmp_path / "newcomer"))
     (pid,) = job.hear("worker")
@@ -599,6 +633,8 @@ def test_an_unkillable_process_when_nobody_failed(launch: Any, freezer: Path, tm
     assert "lost" not in outcome["stderr"], "nobody waits for what it might yet write"
 
 
+@promise("""ownership.set-limit-worker-stays: If you set a limit, a worker that stays in uninterruptible sleep for
+    longer makes its group fail.""")
 def test_a_worker_in_uninterruptible_sleep_makes_the_group_unhealthy(
     launch: Any, freezer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -614,6 +650,7 @@ def test_a_worker_in_uninterruptible_sleep_makes_the_group_unhealthy(
     assert not support.alive(pids[1])
 
 
+@proves("ownership.set-limit-worker-stays")
 def test_a_worker_that_was_stuck_and_can_be_killed_is_a_failure(
     launch: Any, freezer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -630,6 +667,8 @@ def test_a_worker_that_was_stuck_and_can_be_killed_is_a_failure(
     assert "it had been in uninterruptible sleep for 1 s" in outcome["text"]
 
 
+@promise("""failures.report-names-kernel-memory: The report names the kernel's out-of-memory killer, also if it killed a
+    process below a shell.""")
 @pytest.mark.parametrize("through_a_shell", [False, True])
 def test_the_kernels_memory_killer_is_named(
     launch: Any, small_memory: Path, mailbox: support.Mailbox, through_a_shell: bool

@@ -32,6 +32,7 @@ from holdfast.process.errors import ProcessFailure
 from holdfast.process.output.streams import Outlets
 from holdfast.rendezvous.settings import PASSWORD_VARIABLE
 from tests import entrypoints, support
+from tests.promises import promise, proves
 
 START_METHODS = ("spawn", "fork", "forkserver")
 NO_LOGS = "/dev/null"
@@ -152,6 +153,8 @@ CASES = [case for case in CASES if case not in (("function by fork", "raise"), (
 CASES += [(kind, outcome) for kind in OTHER_KINDS for outcome in OUTCOMES if outcome != "raise"]
 
 
+@promise("""workers.programs-scripts-functions-start: Programs, scripts and functions of every start method end as they
+    end alone: success, exception, exit code, signal.""")
 @pytest.mark.parametrize(("kind", "outcome"), CASES)
 def test_every_kind_and_every_end(starter: Starter, kind: str, outcome: str) -> None:
     options = {**PYTHON_KINDS, **OTHER_KINDS}[kind](starter, outcome)
@@ -262,11 +265,15 @@ if __name__ == "__main__":
 """
 
 
+@promise("workers.classes-main-script-sent: Classes of a main script can be sent to and from function workers.")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_classes_of_a_main_script(tmp_path: Path, method: str) -> None:
     assert run_main(tmp_path, MAIN_SCRIPT, method) == (0, "well\n", "")
 
 
+@promise("""workers.return-value-pickled-failure: A return value that cannot be pickled is a failure, and the message
+    says so.""")
+@proves("workers.names-unpicklable-function")
 def test_a_value_that_cannot_be_sent_is_the_workers_failure(starter: Starter) -> None:
     failure = starter.failure(entrypoints.make, "unpicklable")
     assert "return value of make cannot be pickled" in str(failure.message)
@@ -276,11 +283,14 @@ def test_a_value_that_cannot_be_sent_is_the_workers_failure(starter: Starter) ->
 # What cannot be started.
 
 
+@promise("""workers.names-unpicklable-function: holdfast names an unpicklable function or argument before anything
+    starts. An unpicklable return value is the worker's failure.""")
 def test_an_argument_that_cannot_be_sent(starter: Starter) -> None:
     with pytest.raises(UserError, match="argument 1 of give cannot be sent to a worker: TypeError"):
         starter.start(entrypoints.give, 1, threading.Lock())
 
 
+@proves("workers.names-unpicklable-function")
 def test_a_function_that_cannot_be_sent(starter: Starter) -> None:
     lock = threading.Lock()
 
@@ -296,6 +306,8 @@ PLAIN = ("#!/bin/sh\n", False)
 BARE = ("echo hello\n", True)
 
 
+@promise("""workers.program-missing-executable: If a program is missing, not executable or refused by the kernel,
+    holdfast reports it in one clear line and ends the workers that have started.""")
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(
     ("name", "file", "error"),
@@ -319,6 +331,7 @@ def test_programs_that_cannot_be_started(
     assert name in str(caught.value)
 
 
+@proves("workers.program-missing-executable")
 def test_one_that_cannot_start_ends_those_that_did(starter: Starter, tmp_path: Path, mailbox: support.Mailbox) -> None:
     good = support.write_script(tmp_path / "first", f"#!/bin/sh\necho $$ > {mailbox}\nsleep 600\n", executable=True)
     envs = {0: {"PATH": str(tmp_path / "a")}, 1: {"PATH": str(tmp_path / "b")}}
@@ -357,6 +370,8 @@ def test_starting_twice(starter: Starter, entrypoint: Any) -> None:
 # What a worker finds.
 
 
+@promise("""workers.gets-exactly-intended: A worker gets exactly the intended environment, directory and standard input,
+    byte by byte. It has no blocked signal and no descriptor that is not meant for it.""")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_environments_arrive_byte_by_byte(starter: Starter, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setitem(os.environb, b"HF_INHERITED", b"\xff\xfe=\x80 ")
@@ -372,6 +387,8 @@ def test_environments_arrive_byte_by_byte(starter: Starter, monkeypatch: pytest.
     }
 
 
+@promise("""ranks.token-etcd-password-stay: `HOLDFAST_TOKEN` and `HOLDFAST_ETCD_PASSWORD` stay with the agent: neither
+    workers nor the spawner have them in their environment.""")
 @pytest.mark.parametrize("name", ["HOLDFAST_TOKEN", PASSWORD_VARIABLE, "HOLDFAST_REPORT_FILE"])
 def test_secrets_stay_with_the_agent(
     starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -410,6 +427,7 @@ def test_arguments(starter: Starter, tmp_path: Path) -> None:
     assert (tmp_path / "shell").read_bytes() == expected + b"|"
 
 
+@proves("workers.gets-exactly-intended")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_surroundings(starter: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -438,6 +456,7 @@ def test_ignored_signals_stay_ignored(starter: Starter, method: str) -> None:
     assert found["handlers"]["SIGTERM"]
 
 
+@proves("workers.gets-exactly-intended")
 def test_blocked_signals_are_not_inherited(starter: Starter, mailbox: support.Mailbox) -> None:
     """Else a worker could not be told to stop, and the spawner would not hear of ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
@@ -456,6 +475,7 @@ def test_a_broken_pipe_ends_a_program_as_usual(starter: Starter) -> None:
     assert starter.run("sh", "-c", "yes | head -n 1 > /dev/null; kill -PIPE $$").failures[0].exitcode == -signal.SIGPIPE
 
 
+@proves("workers.gets-exactly-intended")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_no_foreign_descriptors(starter: Starter, method: str) -> None:
     """In particular not the stderr of another worker, which would never end then."""
@@ -492,6 +512,7 @@ HELD_PIPES = """
 """
 
 
+@proves("workers.gets-exactly-intended")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_a_function_holds_no_pipe_of_holdfast(tmp_path: Path, method: str) -> None:
     """Neither the lease's, which it could read empty, nor those that say whether it, or another one, was started. In a
@@ -507,11 +528,13 @@ context.close()
 """
 
 
+@proves("workers.gets-exactly-intended")
 def test_stdin_is_the_agents(tmp_path: Path) -> None:
     ended = run_main(tmp_path, STDIN_SCRIPT, given="from above\n", stdin=subprocess.PIPE)
     assert ended == (0, "from above\n", "")
 
 
+@proves("workers.everything-works-outside-main")
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_standard_descriptors_may_be_closed(tmp_path: Path, closed: tuple[int, ...]) -> None:
     source = f"""
@@ -539,6 +562,7 @@ def gate(tmp_path: Path) -> Path:
     return path
 
 
+@promise("workers.looking-wait-stops-none: Looking at workers (`wait(0)`) stops none of them.")
 def test_looking_stops_nothing(starter: Starter, mailbox: support.Mailbox, gate: Path) -> None:
     """Not even after a failure: whoever asks decides what follows from it."""
     envs = {rank: {"RANK": str(rank), "GATE": str(gate)} for rank in range(2)}
@@ -603,6 +627,9 @@ def test_closing_what_never_started() -> None:
     assert context.pids() == {}
 
 
+@promise("""workers.function-stay-function-node: Function workers stay until all function workers of their node have
+    returned, unless the group is being stopped. So libraries whose threads still talk to a peer do not crash when it
+    ends.""")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_functions_stay_until_all_have_returned(starter: Starter, gate: Path, method: str) -> None:
     """The threads of a library may still talk to a peer, whose end they would take for a failure."""
@@ -621,6 +648,7 @@ def test_functions_stay_until_all_have_returned(starter: Starter, gate: Path, me
     assert result.return_values == {0: "early", 1: "late"}
 
 
+@proves("workers.function-stay-function-node")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_functions_that_have_returned_do_not_wait_for_a_group_that_is_stopped(
     starter: Starter, gate: Path, method: str
@@ -635,6 +663,7 @@ def test_functions_that_have_returned_do_not_wait_for_a_group_that_is_stopped(
     assert context.stopped() == {0: "SIGTERM", 2: "SIGTERM"}
 
 
+@promise("stopping.worker-signalled-get-signal: If one worker may not be signalled, the others still get the signal.")
 def test_a_worker_that_may_not_be_signalled_keeps_no_signal_from_others(
     starter: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -655,6 +684,8 @@ def test_a_worker_that_may_not_be_signalled_keeps_no_signal_from_others(
     assert support.survivors(context.pids().values()) == []
 
 
+@promise("""failures.worker-fails-itself-being: If a worker fails by itself while it is being stopped, that still counts
+    as a failure.""")
 def test_a_failure_of_its_own_while_it_is_stopped(starter: Starter, mailbox: support.Mailbox) -> None:
     path = support.write_script(starter.tmp_path / "w.py", f"""
         import signal, time
@@ -689,6 +720,9 @@ def test_the_order_of_ends_is_known(starter: Starter) -> None:
     assert sorted(orders, key=lambda rank: orders[rank] or 0) == [3, 1, 2, 0]
 
 
+@promise("""workers.200-start-end-many: 200 workers start and end. Too many workers for the limits of the system are
+    refused in one line.""")
+@promise("output.200-streams-pass: 200 streams pass.")
 def test_two_hundred_workers(starter: Starter) -> None:
     result = starter.run("sh", "-c", "test $RANK != 150 || exit 4", ranks=200)
     assert list(result.failures) == [150]
@@ -725,6 +759,7 @@ def test_starting_takes_few_descriptors_beyond_those_that_stay(tmp_path: Path) -
     assert run_main(tmp_path, LIMITED_SCRIPT, tmp_path / "logs") == (0, "", "")
 
 
+@proves("workers.200-start-end-many")
 def test_too_many_workers_for_the_limit_are_refused_in_one_line(tmp_path: Path) -> None:
     source = LIMITED_SCRIPT.replace("(720, 720)", "(400, 400)")
     source = source.replace('"true", {rank: ()', '"sleep", {rank: ("600",)')  # All of them at once.
@@ -733,6 +768,8 @@ def test_too_many_workers_for_the_limit_are_refused_in_one_line(tmp_path: Path) 
     assert "Too many open files" in err.splitlines()[-1]
 
 
+@promise("""workers.everything-works-outside-main: Everything works outside the main thread and with standard streams
+    closed, and no descriptor is left open.""")
 @pytest.mark.parametrize("method", START_METHODS)
 def test_outside_the_main_thread(starter: Starter, method: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -766,6 +803,7 @@ def test_a_fork_in_another_thread_gets_no_descriptor_of_a_start_that_is_under_wa
     assert opened[0] not in found
 
 
+@proves("workers.everything-works-outside-main")
 @pytest.mark.parametrize("entrypoint", ["true", "false", entrypoints.act], ids=["true", "false", "function"])
 @pytest.mark.usefixtures("no_descriptor_leak")
 def test_no_descriptor_is_left_open(starter: Starter, entrypoint: Any) -> None:
@@ -792,6 +830,7 @@ def test_failed_starts_leave_no_descriptor_open(starter: Starter, caplog: pytest
 # Output.
 
 
+@proves("output.redirected-tee-filtered-real")
 def test_a_redirected_stream_is_the_file_itself(starter: Starter) -> None:
     logs = DefaultLogsSpecs(str(starter.tmp_path), redirects=Std.ALL)
     result = starter.run(entrypoints.descriptors, ranks=2, logs=logs)
@@ -802,6 +841,8 @@ def test_a_redirected_stream_is_the_file_itself(starter: Starter) -> None:
     assert result.stdouts[0] != result.stdouts[1]
 
 
+@promise("""output.redirected-tee-filtered-real: Redirected, tee'd and filtered output of real workers arrives where it
+    belongs. A redirected stream is the file itself.""")
 def test_redirected_output(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
     logs = DefaultLogsSpecs(str(starter.tmp_path), redirects={0: Std.OUT, 1: Std.ERR, 2: Std.ALL})
     result = starter.run(entrypoints.say, "out", "err", ranks=4, logs=logs)
@@ -815,6 +856,7 @@ def test_redirected_output(starter: Starter, capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("out\n" * 2, "err\n" * 2)
 
 
+@proves("output.log-dir-becomes-unusable")
 @pytest.mark.parametrize("choice", [{"redirects": Std.ALL}, {"tee": Std.ALL}])
 def test_log_files_that_cannot_be_opened_cost_the_logs_only(
     starter: Starter, choice: dict[str, Std], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -845,6 +887,8 @@ def test_the_last_lines_of_a_stderr_that_the_console_does_not_show_are_evidence(
     assert failure.evidence.stderr_tail.strip() == "because"
 
 
+@promise("""cli.tee-lines-go-object: Tee'd lines go to an object that has replaced `sys.stdout` or `sys.stderr` in the
+    calling process.""")
 def test_teed_lines_go_to_what_has_replaced_the_standard_streams(
     starter: Starter, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -864,6 +908,7 @@ def test_teed_lines_go_to_what_has_replaced_the_standard_streams(
     assert capfd.readouterr() == ("", "")
 
 
+@proves("output.redirected-tee-filtered-real")
 def test_tee(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
     logs = DefaultLogsSpecs(str(starter.tmp_path), tee=Std.ALL)
     result = starter.run(entrypoints.say, "out", "err", ranks=2, logs=logs, log_line_prefixes={1: "<one> "})
@@ -875,6 +920,7 @@ def test_tee(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(err.splitlines()) == ["<one> err", "[test0]:err"]
 
 
+@promise("output.filter-copies-lines-rank: A filter copies the lines of every rank that contain a text to one file.")
 def test_duplicate_filters(starter: Starter) -> None:
     logs = DefaultLogsSpecs(str(starter.tmp_path), tee=Std.ALL)
     context = starter.start(
@@ -892,6 +938,8 @@ def test_duplicate_filters(starter: Starter) -> None:
     assert sorted(Path(context.filtered_stderr).read_text().splitlines()) == ["[test0]:keep this", "[test1]:keep this"]
 
 
+@promise("""output.filter-stream-tee-effect: A filter on a stream that is not tee'd has no effect and causes one
+    warning.""")
 @pytest.mark.parametrize(
     ("tee", "ranks_filter", "useless"),
     [

@@ -21,6 +21,7 @@ from holdfast.telemetry import background, spans
 from tests import support
 from tests.e2e.command import COMMAND, clean_environment
 from tests.post_receiver import PostReceiver
+from tests.promises import promise, proves
 
 # A program that traces itself, and holdfast in it. {exporter} makes the exporter.
 TRACED = """
@@ -67,6 +68,8 @@ def run_traced(tmp_path: Path, exporter: str) -> tuple[list[dict[str, Any]], str
     return json.loads(done.stdout), done.stderr
 
 
+@promise("""health.opentelemetry-endpoint-variables: With OpenTelemetry and an endpoint in its variables, or a tracer
+    provider of the program, rounds and phases become spans.""")
 def test_a_run_with_a_restart_in_memory(tmp_path: Path) -> None:
     found, _ = run_traced(tmp_path, "InMemorySpanExporter")
     by_id = {span["context"]["span_id"]: span for span in found}
@@ -93,6 +96,7 @@ def test_a_run_with_a_restart_in_memory(tmp_path: Path) -> None:
             assert parent["start_time"] <= span["start_time"] <= span["end_time"] <= parent["end_time"], span
 
 
+@proves("health.exporter-fails-hangs-refuses")
 @pytest.mark.parametrize("exporter", ["Failing", "Hanging"])
 def test_an_exporter_that_fails_or_hangs_does_not_touch_the_job(tmp_path: Path, exporter: str) -> None:
     """`run_traced` checks that both workers of the second round return their values."""
@@ -123,6 +127,7 @@ def holdfast_run(tmp_path: Path, job: str = "print('worked')", **variables: str)
     return done.stderr
 
 
+@proves("health.opentelemetry-endpoint-variables")
 def test_the_command_sends_spans_to_the_endpoint_in_the_environment(tmp_path: Path) -> None:
     """The job waits for the first spans: on a busy machine the import of the packages may take longer than the job, and
     the end of the run does not wait for it."""
@@ -138,6 +143,9 @@ def test_the_command_sends_spans_to_the_endpoint_in_the_environment(tmp_path: Pa
         assert spans_at(place) == (expected, {"mine"})
 
 
+@promise("""health.exporter-fails-hangs-refuses: An exporter that fails, hangs, refuses or is missing costs spans and a
+    warning, and the end of the run 2 s at most. Those 2 s begin when the packages are imported, so a short run on a
+    busy machine sends its spans, too. Without the packages nothing happens.""")
 def test_a_run_that_ends_before_the_packages_are_imported_sends_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a short run on a busy machine: 1. the run ends; 2. the import is done; 3. the spans are sent."""
     import_may_end, exporter = threading.Event(), InMemorySpanExporter()
@@ -157,6 +165,7 @@ def test_a_run_that_ends_before_the_packages_are_imported_sends_its_spans(monkey
     later.join()
 
 
+@proves("health.exporter-fails-hangs-refuses")
 def test_an_endpoint_that_refuses_is_at_most_a_warning(tmp_path: Path) -> None:
     said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{support.free_port()}")
     told = [line for line in said.splitlines() if "span" in line]
@@ -165,6 +174,7 @@ def test_an_endpoint_that_refuses_is_at_most_a_warning(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+@proves("health.exporter-fails-hangs-refuses")
 def test_an_exporter_that_is_not_installed_is_a_warning(tmp_path: Path) -> None:
     said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1", OTEL_EXPORTER_OTLP_PROTOCOL="grpc")
     assert "holdfast: no spans from here on: ModuleNotFoundError: " in said
@@ -181,6 +191,7 @@ sys.meta_path.insert(0, Hide())
 """
 
 
+@proves("health.exporter-fails-hangs-refuses")
 def test_without_the_packages_nothing_happens(tmp_path: Path) -> None:
     (tmp_path / "hidden").mkdir()
     support.write_script(tmp_path / "hidden" / "sitecustomize.py", HIDDEN)
@@ -188,6 +199,7 @@ def test_without_the_packages_nothing_happens(tmp_path: Path) -> None:
     assert "span" not in said
 
 
+@proves("health.opentelemetry-endpoint-variables")
 @pytest.mark.parametrize(
     ("variables", "are_wanted"),
     [

@@ -19,6 +19,7 @@ from holdfast.hangs import stacks
 from holdfast.hangs.compare import Look
 from holdfast.process.spawner import command
 from holdfast.process.workers.group import PContext, start_processes
+from tests.promises import promise, proves
 from tests.support import DEADLINE_S, halt, wait_until, write_script
 
 DEADLOCK = """
@@ -73,6 +74,8 @@ def main_thread(look: Look) -> list[tuple[str, str]]:
 WHERE = [("inner", "lock.acquire()"), ("outer", "inner()"), ("<module>", "outer()")]
 
 
+@promise("""hangs.takes-stacks-stopped-process: holdfast also takes stacks of a stopped process, and without py-spy it
+    uses faulthandler. A program without a handler gets no signal. If there are no stacks, the report says why.""")
 @pytest.mark.parametrize(
     ("is_stopped", "native", "state", "how"),
     [
@@ -109,6 +112,7 @@ def worker(tmp_path: Path, entrypoint: str, *args: str) -> Iterator[tuple[PConte
         context.close(signal.SIGKILL, 0)
 
 
+@proves("hangs.takes-stacks-stopped-process")
 @pytest.mark.usefixtures("no_py_spy")
 def test_without_py_spy_faulthandler_answers(tmp_path: Path, script: str) -> None:
     with worker(tmp_path, sys.executable, script) as (context, pid):
@@ -146,6 +150,7 @@ def _wait() -> None:
     time.sleep(600)
 
 
+@proves("hangs.takes-stacks-stopped-process")
 @pytest.mark.usefixtures("no_py_spy")
 @pytest.mark.parametrize(
     ("command", "why"),
@@ -183,6 +188,8 @@ def test_a_program_that_is_no_python() -> None:
         assert look.command == "sleep 600"
 
 
+@promise("""hangs.worker-uninterruptible-sleep: A worker in uninterruptible sleep for a moment, as is normal for any
+    process, is not reported as stuck there.""")
 @pytest.mark.parametrize(("letters", "told"), [("DDS", "S"), ("D", "D"), ("T", "T")])
 def test_only_who_stays_in_uninterruptible_sleep_is_told_to_be_there(
     monkeypatch: pytest.MonkeyPatch, letters: str, told: str

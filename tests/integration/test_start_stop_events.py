@@ -29,6 +29,7 @@ from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.static import StandaloneRendezvous
 from holdfast.signals import SignalException
 from tests import support
+from tests.promises import promise, proves
 
 if TYPE_CHECKING:
     from holdfast.process.spawner.wire import Message
@@ -82,6 +83,8 @@ def spawner() -> Iterator[Spawner]:
             os.close(report[3])
 
 
+@promise("""ownership.exec-hangs-dead-mount: An exec that hangs, as on a dead mount, delays neither the start of other
+    workers, nor kills, nor the lease. Every worker is accounted for once.""")
 def test_an_exec_that_hangs_holds_up_neither_other_starts_nor_kills(spawner: Spawner, hanging: str) -> None:
     spawner.start(0, hanging)
     spawner.start(1, "sleep", "600")
@@ -95,6 +98,7 @@ def test_an_exec_that_hangs_holds_up_neither_other_starts_nor_kills(spawner: Spa
     assert said.index(("started", 0)) < said.index(("exited", 0))
 
 
+@proves("ownership.exec-hangs-dead-mount")
 def test_a_worker_that_is_killed_before_its_exec_has_started_and_ended_once(spawner: Spawner, hanging: str) -> None:
     spawner.start(0, hanging)
     (pid,) = support.wait_until(lambda: support.tree(spawner.link._pid), "it was forked")
@@ -104,6 +108,7 @@ def test_a_worker_that_is_killed_before_its_exec_has_started_and_ended_once(spaw
     assert spawner.hear("swept")[2:] == [("swept", None)]
 
 
+@proves("ownership.exec-hangs-dead-mount")
 def test_a_program_that_cannot_be_executed_is_refused_and_never_exits(spawner: Spawner, hanging: str) -> None:
     spawner.start(0, hanging)
     for rank in range(1, 9):
@@ -113,6 +118,7 @@ def test_a_program_that_cannot_be_executed_is_refused_and_never_exits(spawner: S
     assert spawner.hear("swept")[8:] == [("started", 0), ("exited", 0), ("swept", None)]
 
 
+@proves("ownership.exec-hangs-dead-mount")
 def test_the_lease_is_enforced_while_an_exec_hangs(spawner: Spawner, hanging: str) -> None:
     lease = Lease()
     spawner.link.prepare(lease)
@@ -147,6 +153,9 @@ def poll_until(done: Callable[[], bool], context: PContext) -> None:
         loop.wait_readable([context.fileno()], 1.0, writable=context.unsent_fds())
 
 
+@promise("""ownership.starting-stopping-never-block: Starting and stopping never block. A start that hangs can be
+    stopped or interrupted, without a grace period for workers that do not run yet, and also if the spawner is
+    stopped.""")
 def test_a_group_starts_and_stops_without_blocking() -> None:
     context = group_of(*["sleep 600"] * 40)
     context.begin_start()
@@ -159,6 +168,7 @@ def test_a_group_starts_and_stops_without_blocking() -> None:
     assert set(context.stopped().values()) == {"SIGTERM"}
 
 
+@proves("ownership.starting-stopping-never-block")
 def test_a_group_that_does_not_start_is_stopped(hanging: str) -> None:
     context = direct_group_of(hanging, 20)
     context.begin_start()
@@ -169,6 +179,7 @@ def test_a_group_that_does_not_start_is_stopped(hanging: str) -> None:
     assert time.monotonic() - began < PROMPTLY_S, "what does not run yet needs no grace"
 
 
+@proves("ownership.kill-ladder-reason-stop")
 def test_haste_ends_the_grace(mailbox: support.Mailbox) -> None:
     context = group_of(f"sh -c 'trap \"\" TERM; echo there > {mailbox}; read line < {mailbox}.never'")
     os.mkfifo(f"{mailbox}.never")
@@ -181,6 +192,7 @@ def test_haste_ends_the_grace(mailbox: support.Mailbox) -> None:
     assert context.stopped()[0].startswith("SIGKILL")
 
 
+@proves("ownership.starting-stopping-never-block")
 def test_a_signal_interrupts_a_start_that_hangs(hanging: str) -> None:
     def interrupt() -> None:
         support.wait_until(lambda: [pid for pid in support.tree(os.getpid()) if is_in_exec(pid)], "it hangs")
@@ -208,6 +220,7 @@ def short_answer(monkeypatch: pytest.MonkeyPatch) -> float:
     return ladder.ANSWER_PATIENCE_S
 
 
+@proves("ownership.starting-stopping-never-block")
 def test_a_stopped_spawner_does_not_hold_up_a_stop(short_answer: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its socket is full: the orders have not even been sent."""
     monkeypatch.setattr(client, "_STANDSTILL_S", 600.0)
@@ -238,6 +251,9 @@ def stop_it_all_the_time() -> None:
         os.kill(os.getppid(), signal.SIGSTOP)
 
 
+@promise("""ownership.spawner-worker-stops-sigstop: A spawner that a worker stops (SIGSTOP) is continued after a second.
+    If it is stopped again and again, it is killed with all processes that it owns. One line says so. A spawner that is
+    stopped only for a moment is left alone.""")
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_a_worker_that_stops_its_spawner_is_heard_of(method: str, caplog: pytest.LogCaptureFixture) -> None:
     context = start_processes("t", stop_it, {0: ()}, {0: {}}, DefaultLogsSpecs("/dev/null"), start_method=method)
@@ -250,6 +266,7 @@ def test_a_worker_that_stops_its_spawner_is_heard_of(method: str, caplog: pytest
     ]
 
 
+@proves("ownership.spawner-worker-stops-sigstop")
 def test_a_spawner_that_is_stopped_all_the_time_is_killed_with_its_workers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +283,7 @@ def test_a_spawner_that_is_stopped_all_the_time_is_killed_with_its_workers(
     assert len(caplog.records) == 4
 
 
+@proves("ownership.spawner-worker-stops-sigstop")
 def test_a_spawner_that_is_continued_in_time_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     context = group_of("sleep 600")
     context.start()
@@ -332,6 +350,8 @@ STOP = Stop(1, "a worker elsewhere has failed")
 LOST = PlaceLost(1, "out of reach")
 
 
+@promise("""stopping.agent-acts-stopped-round: The agent acts on a stopped round, a lost place and the end of the run
+    while workers are being started.""")
 @pytest.mark.parametrize("push", [STOP, LOST, Ended(Outcome(End.SUCCEEDED, "the others have finished"))])
 def test_a_push_is_acted_on_while_workers_start(hanging: str, push: AgentPush) -> None:
     agent = agent_of(hanging)
@@ -344,6 +364,7 @@ def test_a_push_is_acted_on_while_workers_start(hanging: str, push: AgentPush) -
     assert run_of(agent).joins == (1 if isinstance(push, Ended) else 2)
 
 
+@proves("restarts.lost-place-cuts-grace")
 def test_a_lost_place_ends_the_grace(mailbox: support.Mailbox) -> None:
     agent = agent_of(sys.executable, WORKER, str(mailbox), "--on", "SIGTERM", ranks=1)
     with ThreadPoolExecutor(1) as pool:
@@ -357,6 +378,8 @@ def test_a_lost_place_ends_the_grace(mailbox: support.Mailbox) -> None:
         assert ended.result(PROMPTLY_S).state is WorkerState.SUCCEEDED
 
 
+@promise("""restarts.agent-acts-failed-worker: The agent acts on a failed worker after 5 s although another worker
+    cannot be started.""")
 def test_a_worker_that_fails_counts_while_another_one_cannot_be_started(
     hanging: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +396,9 @@ def test_a_worker_that_fails_counts_while_another_one_cannot_be_started(
     ) == (0, 1)
 
 
+@promise("""stopping.agent-acts-signals-workers: The agent acts on signals while workers are being started, also if the
+    spawner is stopped (within 6 s) or an exec hangs, and in agents whose hooks block. The health check reports
+    `starting`.""")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_an_agent_whose_spawner_is_stopped(
     number: signal.Signals, short_answer: float, monkeypatch: pytest.MonkeyPatch
@@ -403,6 +429,8 @@ def test_a_signal_ends_an_agent_whose_spawner_is_stopped(
     assert not support.alive(links[0]._pid)
 
 
+@promise("""ownership.spawner-killed-nothing-group: If the spawner is killed, nothing of the group is left. This is a
+    failure like any other, also while workers start or a template imports, and a restart gets a new spawner.""")
 @pytest.mark.parametrize("preload", [(), ("slow",)])
 def test_a_spawner_that_is_killed_while_workers_start_is_a_failure_of_the_round(
     hanging: str, preload: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -428,6 +456,7 @@ def test_a_spawner_that_is_killed_while_workers_start_is_a_failure_of_the_round(
     assert sorted(result.failures) == list(range(16))
 
 
+@proves("ownership.spawner-killed-nothing-group")
 def test_a_spawner_that_is_killed_before_its_reports_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """1. Both workers run. 2. The spawner reports that, and is killed. 3. The agent reads both at once."""
     poll_start = PContext.poll_start
@@ -468,6 +497,7 @@ class WithOwnHooks(LocalElasticAgent):
         super()._stop_workers(worker_group, is_restart)
 
 
+@proves("stopping.agent-acts-signals-workers")
 @pytest.mark.parametrize("kind", [LocalElasticAgent, WithOwnHooks])
 def test_a_signal_ends_an_agent_whose_exec_hangs(hanging: str, kind: type[LocalElasticAgent]) -> None:
     agent = agent_of(hanging, kind=kind)

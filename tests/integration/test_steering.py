@@ -18,6 +18,7 @@ import pytest
 from tests import nodes, support
 from tests.coordinators import listener
 from tests.nodes import Scene
+from tests.promises import promise, proves
 
 TOKEN = "a-token-for-tests-only-0123456789"
 
@@ -59,6 +60,8 @@ def await_running(scene: Scene, *more: str) -> dict[str, Any]:
     return found
 
 
+@promise("""steering.status-shows-node-worker: `holdfast status` shows every node and worker, on this host or by
+    endpoint, on tcp and etcd.""")
 @on_both
 @pytest.mark.parametrize("way", ["here", "endpoint"])
 def test_status_shows_every_node_and_worker(scene: Scene, way: str) -> None:
@@ -84,6 +87,9 @@ def test_status_shows_every_node_and_worker(scene: Scene, way: str) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""steering.status-history-run-node: The status has the history of the run and of each node: rounds with what
+    ended each, restarts by cause, time lost, goodput, how long a failure took to be noticed. It is bounded, and its
+    parts never exceed the whole.""")
 def test_status_tells_what_happened_before(scene: Scene) -> None:
     """The coordinator for the run, each agent for its node. What the workers did is the same, the clocks are not."""
     start_two(scene)
@@ -112,6 +118,7 @@ def test_status_tells_what_happened_before(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@proves("steering.says-sentence-run-waits")
 @on_both
 def test_status_says_what_is_waited_for_and_who_was_refused(scene: Scene) -> None:
     scene.start("a", "2")
@@ -129,6 +136,7 @@ def test_status_says_what_is_waited_for_and_who_was_refused(scene: Scene) -> Non
     assert scene.nodes[0].wait() == 94
 
 
+@proves("steering.stop-ends-run-nodes")
 @on_both
 def test_stop_ends_the_run_on_all_nodes(scene: Scene) -> None:
     lives = start_two(scene)
@@ -141,6 +149,8 @@ def test_stop_ends_the_run_on_all_nodes(scene: Scene) -> None:
     assert len(scene.lives()) == len(lives)
 
 
+@promise("steering.endpoint-run-stopped-token: By endpoint a run can be stopped only with its token.")
+@proves("steering.says-sentence-run-waits")
 @on_both
 def test_stop_by_endpoint_wants_the_token(scene: Scene, token: str) -> None:
     start_two(scene, "--token-file", token)
@@ -158,6 +168,7 @@ def test_stop_by_endpoint_wants_the_token(scene: Scene, token: str) -> None:
     assert scene.ended() == {"a": 94, "b": 94}
 
 
+@proves("steering.endpoint-run-stopped-token")
 def test_without_a_token_a_stranger_sees_the_status_and_cannot_stop(scene: Scene) -> None:
     start_two(scene)
     await_running(scene, *at_endpoint(scene))
@@ -168,6 +179,8 @@ def test_without_a_token_a_stranger_sees_the_status_and_cannot_stop(scene: Scene
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""steering.coordinator-silent-agents-host: While the coordinator is silent, the agents of this host answer for
+    themselves.""")
 def test_while_the_coordinator_is_silent_the_agents_of_this_host_answer(scene: Scene) -> None:
     start_two(scene)
     coordinator = scene.await_coordinator()
@@ -183,6 +196,7 @@ def test_while_the_coordinator_is_silent_the_agents_of_this_host_answer(scene: S
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@proves("steering.status-asks-several-nodes")
 @pytest.mark.parametrize("way", ["here", "endpoint"])
 def test_a_node_that_is_frozen_is_shown_as_silent(scene: Scene, way: str) -> None:
     start_two(scene)
@@ -204,6 +218,10 @@ def test_a_node_that_is_frozen_is_shown_as_silent(scene: Scene, way: str) -> Non
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""steering.stop-status-run-node: `holdfast stop` and `holdfast status` of a run of one node without a
+    coordinator speak neither of a coordinator nor of other hosts. `holdfast ps` lists all runs of a host.""")
+@promise("""steering.logs-rank-rank-run: `holdfast logs --rank N` of a rank that the run does not have names the ranks
+    that there are.""")
 def test_a_standalone_run_is_stopped_and_listed(scene: Scene) -> None:
     node = scene.start_standalone("a", "--nproc-per-node", "2")
     scene.await_world(2)
@@ -224,6 +242,8 @@ def test_a_standalone_run_is_stopped_and_listed(scene: Scene) -> None:
 # Bad input.
 
 
+@promise("""steering.asked-clear-line-run: What cannot be asked is one clear line: no such run, several runs, another
+    user's run, no coordinator, something else at the endpoint, a wrong token.""")
 def test_what_cannot_be_asked_is_one_line(scene: Scene, tmp_path: Path) -> None:
     """`ask` checks that each error is one line."""
     port = support.free_port()
@@ -247,6 +267,7 @@ def test_what_cannot_be_asked_is_one_line(scene: Scene, tmp_path: Path) -> None:
 COMMANDS = {"status": (), "top": ("--json",), "logs": (), "stacks": (), "stop": (), "bundle": ("-o", "none.tar.gz")}
 
 
+@proves("steering.asked-clear-line-run")
 def test_of_two_runs_one_must_be_named(tmp_path: Path) -> None:
     with (
         nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK]) as first,
@@ -271,6 +292,7 @@ def test_of_two_runs_one_must_be_named(tmp_path: Path) -> None:
             assert scene.ended() == {"a": 0}
 
 
+@proves("steering.asked-clear-line-run")
 @pytest.mark.skipif(os.geteuid() != 0, reason="changes its user")
 def test_another_users_run_is_not_found(scene: Scene) -> None:
     scene.start_standalone("a")
@@ -351,6 +373,10 @@ def texts_in(directory: Path) -> str:
     return "".join(path.read_text() for path in directory.rglob("std*.log"))
 
 
+@promise("""steering.logs-follows-ranks-host: `holdfast logs -f` follows all ranks of this host through restarts, and
+    ends with the run.""")
+@promise("""steering.logs-json-prints-object: `holdfast logs --json` prints an object a line, `holdfast top --json` a
+    picture a second. Both end with the run, or when their reader has gone.""")
 @on_both
 def test_logs_follow_through_a_restart_to_the_end_of_the_run(scene: Scene) -> None:
     start_talkers(scene)
@@ -384,6 +410,13 @@ def test_logs_follow_through_a_restart_to_the_end_of_the_run(scene: Scene) -> No
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""steering.logs-endpoint-shows-last: `holdfast logs -f` by endpoint shows the last lines of a run, also after
+    a restart of the coordinator, or says that they may be missing and exits with 1.""")
+@promise("""steering.endpoint-goes-restart-workers: By endpoint it goes on after a restart of the workers, with the last
+    lines before it, and after one of the coordinator.""")
+@promise("""steering.logs-host-rank-come: The logs of another host's rank come over the wire, to one that has proved the
+    token or asks on a host of the run.""")
+@proves("steering.logs-rank-rank-run")
 @on_both
 def test_logs_of_another_host_come_over_the_wire(scene: Scene, token: str) -> None:
     start_talkers(scene, "--token-file", token)
@@ -413,6 +446,7 @@ def test_logs_of_another_host_come_over_the_wire(scene: Scene, token: str) -> No
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@proves("steering.logs-endpoint-shows-last", "steering.endpoint-goes-restart-workers")
 def test_logs_go_on_after_a_restart_of_the_coordinator(scene: Scene, token: str) -> None:
     start_talkers(scene, "--token-file", token)
     where = (*at_endpoint(scene), "--token-file", token)
@@ -430,6 +464,8 @@ def test_logs_go_on_after_a_restart_of_the_coordinator(scene: Scene, token: str)
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""steering.logs-names-nodes-show: `holdfast logs` names the nodes that it does not show, and shows the logs of
+    one round.""")
 def test_the_logs_of_one_round_and_the_nodes_that_are_not_shown(scene: Scene) -> None:
     start_talkers(scene)
     await_ranks(scene, (scene.run_id,))
@@ -451,6 +487,7 @@ def test_the_logs_of_one_round_and_the_nodes_that_are_not_shown(scene: Scene) ->
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@proves("steering.logs-json-prints-object")
 def test_a_reader_that_has_gone_ends_what_would_go_on(scene: Scene) -> None:
     start_talkers(scene)
     await_ranks(scene, (scene.run_id,))
@@ -466,6 +503,7 @@ def test_a_reader_that_has_gone_ends_what_would_go_on(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@proves("steering.logs-json-prints-object")
 def test_top_prints_a_picture_a_second_for_programs(scene: Scene) -> None:
     start_two(scene)
     await_running(scene)
@@ -481,6 +519,7 @@ def test_top_prints_a_picture_a_second_for_programs(scene: Scene) -> None:
         assert process.wait(60) == 0
 
 
+@proves("steering.stop-names-coordinator-answer")
 def test_top_goes_on_while_the_coordinator_is_silent(scene: Scene) -> None:
     start_two(scene)
     await_running(scene)
@@ -505,6 +544,8 @@ def test_top_goes_on_while_the_coordinator_is_silent(scene: Scene) -> None:
         assert process.wait(60) == 0
 
 
+@promise("""steering.stop-names-coordinator-answer: `holdfast stop` names a coordinator that does not answer within
+    seconds; the run ends when it answers again. `holdfast top --json` goes on while a coordinator is silent.""")
 def test_stop_names_a_coordinator_that_does_not_answer(scene: Scene) -> None:
     start_two(scene)
     await_running(scene)
@@ -530,6 +571,7 @@ def await_ranks(scene: Scene, where: tuple[str, ...]) -> None:
     support.wait_until(is_ready, "that both agents know their workers")
 
 
+@proves("steering.logs-host-rank-come")
 def test_without_a_token_a_stranger_reads_no_logs_and_a_member_does(scene: Scene) -> None:
     start_talkers(scene)
     await_ranks(scene, (scene.run_id,))
@@ -539,6 +581,8 @@ def test_without_a_token_a_stranger_reads_no_logs_and_a_member_does(scene: Scene
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""steering.log-deleted-replaced-under: A log that is deleted or replaced under `logs -f` is one line. Without
+    log files the line says which option to give.""")
 def test_a_log_that_is_deleted_or_replaced_is_one_line(scene: Scene) -> None:
     start_talkers(scene)
     await_ranks(scene, (scene.run_id,))
@@ -561,6 +605,7 @@ def test_a_log_that_is_deleted_or_replaced_is_one_line(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@proves("steering.log-deleted-replaced-under")
 def test_without_log_files_the_line_says_which_option_to_give(scene: Scene) -> None:
     start_two(scene)
     await_running(scene)

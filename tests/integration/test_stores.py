@@ -24,6 +24,7 @@ from holdfast.rendezvous.store import (
     synchronize,
 )
 from tests.coordinators import Caller, coordinator_thread, form, node
+from tests.promises import promise
 
 SHORT, LONG = timedelta(seconds=0.05), timedelta(seconds=60)
 LONG_S = LONG.total_seconds()
@@ -343,6 +344,7 @@ def test_decoder_needs_a_rank() -> None:
         barrier(InProcessStore(), 1, "b", rank_tracing_decoder=str)
 
 
+@promise("rendezvous.torch-store-use-port: torch's own store can use that port.")
 def test_torch_hosts_its_store_on_a_held_port() -> None:
     from torch.distributed import TCPStore
 

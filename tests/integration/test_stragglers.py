@@ -7,6 +7,7 @@ from typing import Any
 
 from tests import support
 from tests.nodes import Scene
+from tests.promises import promise, proves
 
 # The rate of a worker is compared after 20 s, and the agent looks every 5 s.
 DEADLINE_S = 120.0
@@ -33,6 +34,8 @@ def picture_of(scene: Scene) -> dict[str, Any]:
     return found
 
 
+@promise("""steering.status-top-json-report: Status, `top`, their JSON and the report name ranks that are slower than
+    the median by more than 1.5 times, over all nodes, without comparing clocks.""")
 def test_one_rank_of_two_nodes_is_behind(scene: Scene) -> None:
     """It is compared with those of the other node, too. No option asks for it."""
     script = support.write_script(scene.home / "trainer.py", TRAINER)
@@ -59,6 +62,7 @@ def test_one_rank_of_two_nodes_is_behind(scene: Scene) -> None:
         assert "Behind the median of 2 ranks on " in node.log
 
 
+@proves("steering.status-top-json-report")
 def test_lines_that_match_a_pattern_count_as_steps(scene: Scene) -> None:
     script = support.write_script(scene.home / "trainer.py", TRAINER)
     watched = ("--progress-pattern", r"^step \d+$", "--progress-every", "10m")

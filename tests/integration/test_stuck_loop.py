@@ -12,6 +12,7 @@ import pytest
 
 from tests import support
 from tests.nodes import SHORT_S
+from tests.promises import promise, proves
 from tests.support import Mailbox
 
 # An agent whose loop blocks once, after its workers have started: in the handler of events, which is no hook, or in a
@@ -101,6 +102,9 @@ def nodes(tmp_path: Path, mailbox: Mailbox) -> Nodes:
     return Nodes(tmp_path, mailbox)
 
 
+@promise("""nodes.agent-loop-turned-whole: An agent whose loop has not turned for a whole lease sends no heartbeats,
+    although its client thread runs. It loses its workers, then its place, and the others continue. Its log says why.
+    Time in a hook of an agent class does not count.""")
 def test_a_node_whose_loop_does_not_turn_loses_its_place_and_its_peers_go_on(nodes: Nodes) -> None:
     with ExitStack() as stack:
         agents = [stack.enter_context(nodes.start(name, manner)) for name, manner in (("a", "never"), ("b", "loop"))]
@@ -117,6 +121,7 @@ def test_a_node_whose_loop_does_not_turn_loses_its_place_and_its_peers_go_on(nod
     assert "its workers are killed: the agent's loop did not turn for too long" in nodes.log("b")
 
 
+@proves("nodes.agent-loop-turned-whole")
 def test_a_node_whose_hook_blocks_keeps_its_place(nodes: Nodes, mailbox: Mailbox) -> None:
     with ExitStack() as stack:
         agents = [stack.enter_context(nodes.start(name, manner)) for name, manner in (("a", "never"), ("b", "hook"))]

@@ -38,6 +38,7 @@ from holdfast.timer import (
     server,
 )
 from holdfast.timer.client import encode
+from tests.promises import promise, proves
 from tests.support import DEADLINE_S, await_sleep, halt, python, wait_until, write_script
 
 NEVER_S = 3600.0
@@ -154,6 +155,8 @@ def worker(tmp_path: Path) -> str:
     return write_script(tmp_path / "worker.py", WORKER)
 
 
+@promise("""timers.worker-overruns-gets-signal: A worker that overruns its timer gets the signal when its stacks were
+    taken, about 20 ms after the deadline on a calm machine. The others keep running.""")
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_a_worker_that_overruns_gets_its_signal_and_the_others_live(
     running: Watch, worker: str, sig: signal.Signals, caplog: pytest.LogCaptureFixture
@@ -176,6 +179,7 @@ needs_py_spy = pytest.mark.skipif(
 )
 
 
+@proves("timers.worker-overruns-gets-signal")
 @needs_py_spy
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_the_stacks_are_taken_before_the_kill(
@@ -233,6 +237,8 @@ def test_a_process_gets_one_signal_for_all_its_timers(
 # Who is spared
 
 
+@promise("""timers.processes-gone-dropped-process: Timers of processes that are gone are dropped, and a process that
+    later gets the same pid is spared.""")
 def test_timers_of_processes_that_are_gone_are_dropped_and_an_heir_of_the_pid_is_spared(
     watch: Watch, bystander: Bystander, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +280,9 @@ def test_no_group_of_processes_and_not_the_own_process_is_signalled(
 # Dumps of stacks take time and may fail
 
 
+@promise("""timers.stacks-slow-never-come: Stacks that are slow or never come delay the signal by 0.5 s at most, for all
+    workers that overrun at the same time together; by 1 s if the timer expires while stacks of another worker are
+    taken. A worker does not wait for the stacks of another one.""")
 @pytest.mark.parametrize(
     ("line", "events"),
     [
@@ -312,6 +321,7 @@ def test_a_dump_that_fails_or_never_ends_does_not_save_anybody(
     assert watch.rest() == [*events, STOPPED]
 
 
+@proves("timers.stacks-slow-never-come")
 def test_many_that_expire_at_once_are_reaped_in_time_and_none_waits_for_another(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -342,6 +352,7 @@ def test_many_that_expire_at_once_are_reaped_in_time_and_none_waits_for_another(
 # Junk in the pipe
 
 
+@promise("timers.lines-junk-full-pipe: Lines of junk and a full pipe lose no timer and block no process.")
 def test_junk_is_skipped_with_one_warning_and_costs_no_request(
     running: Watch, bystander: Bystander, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -381,6 +392,7 @@ def test_no_request_is_lost_however_many_clients_send_and_however_many_timers_ar
 # Clocks and turns
 
 
+@promise("timers.step-wall-clock-neither: A step of the wall clock neither fires nor delays a timer.")
 @pytest.mark.parametrize("step_s", [7200.0, -7200.0])
 def test_a_step_of_the_wall_clock_neither_fires_nor_delays(
     watch: Watch, step_s: float, bystander: Bystander, monkeypatch: pytest.MonkeyPatch
@@ -516,6 +528,7 @@ def test_without_a_server_the_error_names_the_path(tmp_path: Path, caplog: pytes
     assert caplog.records == []
 
 
+@proves("timers.lines-junk-full-pipe")
 def test_a_full_pipe_is_an_error_and_not_a_hang(watch: Watch) -> None:
     def fill() -> None:
         client = FileTimerClient(watch.path)
@@ -526,6 +539,7 @@ def test_a_full_pipe_is_an_error_and_not_a_hang(watch: Watch) -> None:
         fill()
 
 
+@promise("timers.server-gone-work-continues: If the timer server is gone, the work continues: `expires` warns once.")
 def test_work_goes_on_when_the_server_goes_away_and_that_is_said_once(
     running: Watch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.promises import proves
 from tests.support import python, write_script
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
@@ -40,6 +41,7 @@ OUR_WORKER = """
 """
 
 
+@proves("timers.clients-servers-torch-work")
 def test_our_client_arms_and_trips_torchs_server(tmp_path: Path) -> None:
     """The server is a process of its own because torch's also signals the process that it runs in."""
     path = str(tmp_path / "timers")

@@ -14,6 +14,7 @@ from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs, Std, to_map
 from holdfast.process.errors import ChildFailedError
 from tests import support
+from tests.promises import promise, proves
 from tests.unit.test_cli_run import install_logs_specs
 
 SCRIPT = """
@@ -52,12 +53,15 @@ def config(tmp_path: Path, max_restarts: int, **options: object) -> LaunchConfig
     return LaunchConfig(1, 1, 2, **{**common, **options})  # type: ignore[arg-type]
 
 
+@promise("""workers.torch-program-runs-unchanged: A torch program runs unchanged, with torch's own `record`. Twenty
+    restarts in a row never meet leftovers of the previous group.""")
 def test_a_torch_program_with_one_restart(tmp_path: Path, script: str) -> None:
     out = tmp_path / "out"
     elastic_launch(config(tmp_path, 1), sys.executable)(script, str(out), "1")
     assert json.loads(out.read_text()) == {"launched": True, "sum": 3.0, "world": 2, "life": 1}
 
 
+@proves("workers.torch-program-runs-unchanged")
 def test_what_torchs_record_writes_is_found(tmp_path: Path, script: str) -> None:
     with pytest.raises(ChildFailedError) as caught:
         elastic_launch(config(tmp_path, 0), sys.executable)(script, str(tmp_path / "out"), "1")
@@ -79,6 +83,7 @@ class Specs(DefaultLogsSpecs):
 """
 
 
+@promise("cli.torchrun-logs-specs-plug: A `torchrun.logs_specs` plug-in that was written for torch works.")
 def test_a_logs_plugin_that_was_written_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_logs_specs(tmp_path, monkeypatch, "torchrun.logs_specs", TORCH_LOGS)
     script = support.write_script(tmp_path / "hello.py", "import sys; print('out'); print('err', file=sys.stderr)\n")
@@ -99,6 +104,7 @@ def test_streams_of_torch_count_by_their_values() -> None:
     assert {type(each) for each in to_map(TorchStd.ERR, 2).values()} == {Std}
 
 
+@proves("workers.torch-program-runs-unchanged")
 def test_twenty_restarts_in_a_row(tmp_path: Path) -> None:
     """Each life of the group forms anew, and never meets what the life before it has left.
 

@@ -21,6 +21,7 @@ from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs, Std, torch_store
 from holdfast.process.errors import ChildFailedError
 from tests import support, torch_wire
+from tests.promises import promise, proves
 
 SECOND = timedelta(seconds=1)
 
@@ -150,6 +151,8 @@ def emptied(port: int) -> None:
                 client.ask(torch_wire.pop(key))
 
 
+@promise("""workers.store-answers-request-torch: The store answers each request as torch's own server does, and every
+    operation of torch's client works, up to its limits and with 64 clients.""")
 @settings(max_examples=25, deadline=None)
 @given(requests=st.lists(st.tuples(st.integers(0, 2), REQUESTS), max_size=40))
 def test_it_answers_as_torchs_own_server(ports: tuple[int, int], requests: list[tuple[int, bytes]]) -> None:
@@ -168,6 +171,7 @@ def test_it_answers_as_torchs_own_server(ports: tuple[int, int], requests: list[
 # Torch's client.
 
 
+@proves("workers.store-answers-request-torch")
 def test_every_operation_of_torchs_client(served: Served) -> None:
     store, other = served.client(), served.client(SECOND)
     store.set("key", "value")
@@ -193,6 +197,7 @@ def test_every_operation_of_torchs_client(served: Served) -> None:
     assert store.clone().get("key") == b"newer"
 
 
+@proves("workers.store-answers-request-torch")
 def test_a_wait_ends_with_the_key_and_a_queue_wakes_one(served: Served) -> None:
     results: list[bytes] = []
 
@@ -214,6 +219,7 @@ def test_a_wait_ends_with_the_key_and_a_queue_wakes_one(served: Served) -> None:
     assert sorted(results) == [b"1", b"2", b"value"]
 
 
+@proves("workers.store-answers-request-torch")
 def test_the_largest_keys_and_values(served: Served) -> None:
     store = served.client()
     key, value = "k" * 8191, b"v" * torch_store.MAX_VALUE_BYTES  # Torch's client puts a "/" before keys.
@@ -223,6 +229,7 @@ def test_the_largest_keys_and_values(served: Served) -> None:
     assert store.multi_get([f"key-{i}" for i in range(20_000)]) == [b"value"] * 20_000
 
 
+@proves("workers.store-answers-request-torch")
 def test_64_clients_meet(served: Served) -> None:
     def meet(rank: int) -> None:
         store = served.client()
@@ -249,6 +256,8 @@ def refused(served: Served, first: bytes) -> bytes:
     return b""
 
 
+@promise("""workers.client-store-breaks-protocol: A client of the store that breaks the protocol, exceeds a limit, does
+    not read, says nothing, or speaks HTTP or TLS is cut off, with one line; strangers lock no client out.""")
 def test_other_programs_are_turned_away_with_one_line(served: Served) -> None:
     assert refused(served, b"GET / HTTP/1.1\r\n\r\n") == b""
     assert served.line() == "speaks HTTP; this port is for torch's store"
@@ -256,6 +265,7 @@ def test_other_programs_are_turned_away_with_one_line(served: Served) -> None:
     assert served.line() == "sent the operation 99, which this store does not know"
 
 
+@proves("workers.client-store-breaks-protocol")
 def test_lines_are_bounded() -> None:
     with contextlib.closing(Served(_LINES_AT_MOST=3)) as served:
         for _ in range(10):
@@ -265,12 +275,14 @@ def test_lines_are_bounded() -> None:
         assert served.close() == ""
 
 
+@proves("workers.client-store-breaks-protocol")
 def test_a_stranger_that_says_nothing_is_turned_away() -> None:
     with contextlib.closing(Served(_VALIDATE_WITHIN_S=0.2)) as served:
         assert refused(served, b"") == b""
         assert served.line() == "said nothing for 0.2 s"
 
 
+@proves("workers.client-store-breaks-protocol")
 def test_strangers_do_not_lock_clients_out() -> None:
     with contextlib.closing(Served(_MAX_STRANGERS=8)) as served:
         strangers = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(30)]
@@ -280,6 +292,7 @@ def test_strangers_do_not_lock_clients_out() -> None:
             stranger.close()
 
 
+@proves("workers.client-store-breaks-protocol")
 def test_a_client_that_does_not_read_is_cut_off() -> None:
     with contextlib.closing(Served(_MAX_UNREAD_BYTES=1 << 20)) as served:
         store = served.client()
@@ -315,6 +328,8 @@ print("rank 0 was gone")
 """
 
 
+@promise("""workers.torch-store-served-master: torch's store is served by holdfast at `MASTER_PORT`: it listens before
+    any worker starts, outlives rank 0, and is fresh in every round. Static runs never listen at the user's port.""")
 @pytest.mark.parametrize("backend", ["standalone", "tcp"])
 def test_the_store_outlives_rank_0_and_is_fresh_in_every_round(backend: str, tmp_path: Path) -> None:
     script = support.write_script(tmp_path / "job.py", ENDS_FIRST)
@@ -334,6 +349,9 @@ if os.environ["RANK"] == "0":
 """
 
 
+@promise("""workers.program-listens-master-port: A program that listens at `MASTER_PORT` itself is started again without
+    the store, uncharged (`--agent-store auto`). `HOLDFAST_FREE_PORT` is another port of that node, on which nothing
+    listens.""")
 @pytest.mark.parametrize("backend", ["standalone", "tcp"])
 @pytest.mark.parametrize(("mode", "said"), [("auto", "False 0\n"), ("off", "False 0\n"), ("on", None)])
 def test_a_program_that_listens_at_the_master_port_itself(
@@ -354,6 +372,7 @@ def test_a_program_that_listens_at_the_master_port_itself(
     assert newest.read_text() == said
 
 
+@proves("workers.torch-store-served-master")
 def test_static_nodes_have_no_store_at_the_users_port(tmp_path: Path) -> None:
     script = support.write_script(tmp_path / "job.py", LISTENS.replace("HOLDFAST_FREE_PORT", "MASTER_PORT"))
     endpoint = f"127.0.0.1:{support.free_port()}"
@@ -381,6 +400,8 @@ elif os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
+@promise("""workers.store-process-killed-fails: A store whose process is killed fails the round, and the restart policy
+    decides.""")
 def test_a_store_that_is_killed_fails_the_round_and_not_the_run(tmp_path: Path) -> None:
     script = support.write_script(tmp_path / "job.py", KILLS_THE_STORE)
     logs = DefaultLogsSpecs(str(tmp_path / "logs"))

@@ -24,6 +24,7 @@ from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.workers.group import GroupSpec, PContext, new_group
 from tests import entrypoints, support
 from tests.integration.test_bootstrap import BEHAVIOUR_CASES, EXIT_CASES, FACT_CASES, Case, lay_out
+from tests.promises import promise, proves
 
 HARMLESS = "marshal"  # Built in, so that a template which preloads it has imported nothing.
 
@@ -95,6 +96,9 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
 CASES = [case for case in (*FACT_CASES, *EXIT_CASES, *BEHAVIOUR_CASES) if not case.stdin]
 
 
+@promise("""workers.preload-shows-cold-shows: With `--preload` a worker shows what a cold one shows, as far as a fork
+    allows ([what differs](warm-start.md#what-differs-for-a-worker)): arguments, paths, flags, environment, descriptors,
+    threads, exit handlers, data loaders.""")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_warm_worker_shows_what_a_cold_one_shows(
     case: Case, spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +128,8 @@ print(json.dumps({
 """
 
 
+@promise("""workers.random-numbers-keys-names: Random numbers, keys and names that differ between cold workers differ
+    between warm ones.""")
 def test_what_differs_between_cold_workers_differs_between_warm_ones(spawner: Spawner, tmp_path: Path) -> None:
     script = support.write_script(tmp_path / "job.py", DIFFERENT)
     modules = ("random", "numpy", "torch", "uuid", "tempfile", "multiprocessing")
@@ -168,6 +174,7 @@ def numbers():
 """
 
 
+@proves("workers.preload-shows-cold-shows")
 def test_what_imports_leave_behind_is_as_in_a_cold_worker(
     spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +216,7 @@ if __name__ == "__main__":
 """
 
 
+@proves("workers.preload-shows-cold-shows")
 def test_torch_and_its_data_loaders(spawner: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     support.leave_to_test_all("a long job of torch")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -218,6 +226,7 @@ def test_torch_and_its_data_loaders(spawner: Spawner, tmp_path: Path, monkeypatc
     assert spawner.run(script, preload=("torch",)) == cold
 
 
+@proves("workers.preload-shows-cold-shows")
 def test_functions_are_forked_from_the_template(spawner: Spawner) -> None:
     """As many as are ordered at once, which takes over a hundred descriptors."""
     context = spawner.group(preload=("decimal",), entrypoint=entrypoints.modules, ranks=16)
@@ -233,6 +242,8 @@ def test_functions_are_forked_from_the_template(spawner: Spawner) -> None:
 # What the script and the modules are.
 
 
+@promise("""workers.script-read-anew-start: The script is read anew at every start. A preloaded module whose file has
+    changed is imported anew before a restart, and a template that has grown or started many workers is replaced.""")
 def test_the_script_is_read_anew_and_a_changed_module_is_imported_again(
     spawner: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -251,6 +262,7 @@ def test_the_script_is_read_anew_and_a_changed_module_is_imported_again(
     assert f"mine will be preloaded again: {module} has changed" in caplog.messages
 
 
+@proves("workers.script-read-anew-start")
 def test_a_template_is_replaced_after_many_workers_or_when_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
@@ -266,6 +278,7 @@ def test_a_template_is_replaced_after_many_workers_or_when_it_has_grown(monkeypa
         own.sock.close()
 
 
+@proves("workers.module-fails-exits-hangs")
 def test_an_opened_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "DEVICES", ("/dev/full",))
     assert list(template.opened_devices()) == []
@@ -287,6 +300,8 @@ UNFIT = {
 }  # fmt: skip
 
 
+@promise("""workers.module-fails-exits-hangs: A module that fails, exits, hangs, dies, starts threads or processes, or
+    opens a device when it is imported is named, and the workers start cold.""")
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_module_that_cannot_be_preloaded(
     name: str, spawner: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -301,6 +316,7 @@ def test_a_module_that_cannot_be_preloaded(
     support.wait_until(lambda: support.tree(spawner.link._pid) == [], "nothing of the module is left")
 
 
+@proves("workers.module-fails-exits-hangs")
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -320,6 +336,9 @@ def test_a_module_that_takes_too_long(
 # The template is killed.
 
 
+@promise("""workers.template-killed-moment-lost: If the template is killed, at any moment, no worker is lost and none
+    hangs. A template that does not answer within 5 s is replaced, and a line says so. If the spawner is killed, the
+    template dies with it.""")
 def test_a_ready_template_that_is_killed_is_replaced(
     spawner: Spawner, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -333,6 +352,7 @@ def test_a_ready_template_that_is_killed_is_replaced(
     assert "decimal will be preloaded again: the template was killed by signal 9" in " ".join(caplog.messages)
 
 
+@proves("workers.template-killed-moment-lost")
 def test_a_template_that_is_killed_with_orders_leaves_cold_workers(spawner: Spawner, tmp_path: Path) -> None:
     script = support.write_script(tmp_path / "job.py", "import sys\nprint('decimal' in sys.modules)\n")
     context = spawner.group(script, preload=("decimal",), ranks=2)
@@ -349,6 +369,7 @@ def test_a_template_that_is_killed_with_orders_leaves_cold_workers(spawner: Spaw
     assert [Path(context.stdouts[rank]).read_text() for rank in range(2)] == ["False\n"] * 2
 
 
+@proves("workers.template-killed-moment-lost")
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_template_that_does_not_answer_is_replaced(
     spawner: Spawner, is_asked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -373,6 +394,7 @@ def test_a_template_that_does_not_answer_is_replaced(
     assert spawner.run(script, preload=("decimal",))[0][1] == "True\n"
 
 
+@proves("workers.template-killed-moment-lost")
 def test_a_template_that_is_stopped_does_not_hold_up_a_stop(spawner: Spawner, tmp_path: Path) -> None:
     """Its orders are withdrawn by killing it."""
     script = support.write_script(tmp_path / "job.py", "import time\ntime.sleep(600)\n")
@@ -389,6 +411,7 @@ def test_a_template_that_is_stopped_does_not_hold_up_a_stop(spawner: Spawner, tm
     assert support.tree(spawner.link._pid) == []
 
 
+@proves("workers.template-killed-moment-lost")
 def test_the_spawner_is_killed_while_the_template_imports(spawner: Spawner, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
     script = support.write_script(tmp_path / "job.py", "print('well')\n")

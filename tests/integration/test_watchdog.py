@@ -11,6 +11,7 @@ from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TI
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process.errors import ChildFailedError
 from tests import support
+from tests.promises import promise, proves
 
 
 def overrun(once: bool) -> str:
@@ -78,6 +79,9 @@ def overrun_of_torch() -> str:
         return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
+@promise("""timers.torch-client-works-inside: torch's own timer client works inside a worker, against the agent's
+    watchdog.""")
+@promise("timers.clients-servers-torch-work: Timer clients and servers of torch and of holdfast work together.")
 @pytest.mark.usefixtures("watched")
 def test_torchs_own_client_under_the_agent(tmp_path: Path) -> None:
     assert elastic_launch(config(tmp_path, 1), overrun_of_torch)() == {0: "1", 1: "1"}
@@ -90,6 +94,8 @@ def test_the_report_names_the_timer(tmp_path: Path) -> None:
     assert list(caught.value.failures) == [1]
 
 
+@promise("""timers.torchelastic-file-unusable: If `TORCHELASTIC_TIMER_FILE` is unusable, such as a regular file,
+    holdfast leaves it alone, and the watchdog uses a private pipe.""")
 def test_a_path_that_cannot_be_used_is_replaced_by_a_private_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,6 +111,7 @@ def test_a_path_that_cannot_be_used_is_replaced_by_a_private_one(
     assert taken.read_text() == "somebody's file"
 
 
+@proves("timers.torchelastic-file-unusable")
 def test_without_any_place_for_a_pipe_workers_run_without_a_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,6 +122,8 @@ def test_without_any_place_for_a_pipe_workers_run_without_a_watchdog(
     assert len([line for line in caplog.messages if line.endswith("; workers run without a watchdog")]) == 1
 
 
+@promise("""timers.value-torchelastic-enable-file: A value of `TORCHELASTIC_ENABLE_FILE_TIMER` that is neither 0 nor 1
+    triggers a warning.""")
 @pytest.mark.parametrize(("wish", "is_said"), [("", False), ("0", False), ("true", True)])
 def test_a_wish_that_is_not_understood_is_said(
     wish: str, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.rendezvous.membership.formation import arrange
 from holdfast.rendezvous.membership.model import NodeFacts, World
+from tests.promises import promise, proves
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True)
 MAX_NODES = st.integers(1, 8)
@@ -38,6 +39,7 @@ def test_members_are_unique_candidates_and_as_many_as_may_be(case: Round) -> Non
     assert members == arrange(previous, iter(candidates), max_nodes), "the same input gives the same world"
 
 
+@proves("nodes.world-survivors-keep-order")
 @given(rounds())
 def test_no_survivor_makes_room_for_a_newcomer(case: Round) -> None:
     previous, candidates, max_nodes = case
@@ -49,6 +51,8 @@ def test_no_survivor_makes_room_for_a_newcomer(case: Round) -> None:
     assert admitted == newcomers[: len(admitted)], "who has waited longest goes first"
 
 
+@promise("""nodes.world-survivors-keep-order: In every world survivors keep their order and never make room for
+    newcomers, and nodes get the ranks that they requested where possible.""")
 @given(rounds(with_requests=False))
 def test_survivors_keep_their_order_and_newcomers_theirs(case: Round) -> None:
     previous, candidates, max_nodes = case
@@ -63,6 +67,7 @@ def test_survivors_keep_their_order_and_newcomers_theirs(case: Round) -> None:
         )
 
 
+@proves("nodes.world-survivors-keep-order")
 @given(rounds())
 def test_requested_ranks_are_honoured(case: Round) -> None:
     members = arrange(*case)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.process.spawner.bootstrap import ERROR, MAGIC, VALUE, write_record
 from holdfast.process.workers.worker import read_blackbox, read_of
+from tests.promises import promise, proves
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
 errors = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=10), max_size=3)
@@ -50,6 +51,7 @@ def test_what_is_written_is_read(content: list[tuple[str, object]]) -> None:
     assert (box.value, box.error, box.text) == (last(content, "value"), last(content, "error"), text)
 
 
+@promise("failures.truncated-evidence-loses: Truncated evidence loses only the truncated record. Junk does no harm.")
 @given(parts, values, st.data())
 def test_a_cut_loses_the_record_that_is_cut_and_no_other(
     content: list[tuple[str, object]], value: bytes, data: st.DataObject
@@ -69,6 +71,7 @@ def test_a_cut_anywhere_is_survived(content: list[tuple[str, object]], size: int
     assert box.error is None or ("error", box.error) in content
 
 
+@proves("failures.truncated-evidence-loses")
 @given(st.lists(st.binary(max_size=20) | st.sampled_from([MAGIC, MAGIC + VALUE, MAGIC + ERROR, b"\0", bytes(8)])))
 def test_junk_is_survived(junk: list[bytes]) -> None:
     data = b"".join(junk)
@@ -88,6 +91,7 @@ def test_error_that_is_no_error_does_not_count(payload: bytes, text: str) -> Non
     assert box.text == text
 
 
+@proves("failures.black-box-program-last")
 @given(parts)
 def test_of_a_program_all_is_read_but_values(content: list[tuple[str, object]]) -> None:
     fd = os.memfd_create("box")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint, try_parse_port
 from holdfast.rendezvous.settings import parse_rendezvous_config
+from tests.promises import promise
 
 PORTS = st.integers(0, 65535)
 LABELS = st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_size=20)
@@ -28,6 +29,7 @@ def value_or_refusal(parse: Callable[..., Any], *args: Any) -> Any:
         return refusal
 
 
+@promise("rendezvous.text-endpoint-error-names: Any text is an endpoint or an error that names it.")
 @given(st.none() | st.text() | NEAR_ENDPOINTS, PORTS)
 def test_any_text_is_an_endpoint_or_a_value_error(text: str | None, default_port: int) -> None:
     result = value_or_refusal(parse_rendezvous_endpoint, text, default_port)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from holdfast.rendezvous.coordinator.kv_store import KeyValues
 from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
+from tests.promises import promise
 
 CLIENTS = st.sampled_from(["a", "b", "c"])
 KEYS = st.sampled_from(["k", "l", "m"])
@@ -26,6 +27,8 @@ class Waiting:
     deadline: float
 
 
+@promise("""coordinator.run-store-keeps-limits: The run's store keeps its limits, wakes waiting requests, and carries
+    out a repeated request once.""")
 class StoreAgainstModel(RuleBasedStateMachine):
     """After each rule the answers of the store are compared with those that the model expects."""
 

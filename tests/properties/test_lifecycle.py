@@ -28,6 +28,7 @@ from holdfast.agent.lifecycle import (
     WorkersSucceeded,
 )
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
+from tests.promises import promise
 
 
 def sealed(round: int) -> Sealed:
@@ -64,6 +65,8 @@ def when(**expected: Any) -> Any:
     return precondition(lambda self: all(getattr(self, name) == value for name, value in expected.items()))
 
 
+@promise("""restarts.order-events-rounds-rise: In any order of events, rounds only rise, and a run that has ended stays
+    ended.""")
 class AgentLife(RuleBasedStateMachine):
     """Plays the shell: it carries commands out, in its own time, and lets things happen to the workers."""
 

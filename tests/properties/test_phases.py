@@ -47,6 +47,7 @@ from holdfast.rendezvous.membership.protocol import (
     TimePassed,
 )
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from tests.promises import promise, proves
 
 NAMES = "abcde"
 HOSTS = dict(zip(NAMES, "xxyzz", strict=True))
@@ -103,6 +104,9 @@ class Agent:
         return Join(self.facts, settings, self.last_place, heard_round, self.has_lost_place, self.failure, self.stop)
 
 
+@promise("""nodes.order-events-run-machine: In any order of events, the run's machine keeps its invariants, and its
+    phases change only as the diagram says.""")
+@proves("nodes.host-lost-second-time")
 class Run(RuleBasedStateMachine):
     @initialize(
         bounds=st.tuples(st.integers(1, 3), st.integers(0, 2)),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer
 from holdfast.process.output.pump import Pump, Stream, Tail, open_channel
+from tests.promises import promise
 
 # Line ends and needles are rare in random bytes, so most texts are made of interesting pieces.
 TEXTS = st.one_of(
@@ -86,6 +87,7 @@ def test_tail_does_not_depend_on_the_cuts(cut: tuple[bytes, list[bytes]], max_by
     assert piecewise.text() == whole.text()
 
 
+@promise("output.line-torn-wherever-stream: No line is torn, wherever the stream is cut.")
 @given(st.lists(cut_texts(), min_size=1, max_size=4))
 @settings(max_examples=40)
 def test_through_real_pipes(cuts: list[tuple[bytes, list[bytes]]]) -> None:

@@ -14,6 +14,7 @@ from holdfast.agent import exchange, ranks
 from holdfast.agent.model import Worker, WorkerSpec
 from holdfast.agent.ranks import Member
 from holdfast.rendezvous.store import InProcessStore
+from tests.promises import promise, proves
 
 members = st.builds(Member, role=st.sampled_from(["ps", "trainer", "", "ü"]), local_world_size=st.integers(1, 9))
 worlds = st.lists(members, min_size=1, max_size=12)
@@ -30,6 +31,8 @@ def facts(workers: list[Worker]) -> list[tuple[int, int, int, int, int]]:
     return [(w.local_rank, w.global_rank, w.role_rank, w.world_size, w.role_world_size) for w in workers]
 
 
+@promise("""ranks.global-dense-unique-order: Global ranks are dense, unique and in the order of the nodes. So are role
+    ranks within each role, whatever the sizes of the nodes.""")
 @given(worlds)
 @example(EXAMPLE)
 def test_global_ranks_are_dense_unique_and_in_group_order(world: list[Member]) -> None:
@@ -37,6 +40,7 @@ def test_global_ranks_are_dense_unique_and_in_group_order(world: list[Member]) -
     assert global_ranks == list(range(sum(member.local_world_size for member in world)))
 
 
+@proves("ranks.global-dense-unique-order")
 @given(worlds)
 @example(EXAMPLE)
 def test_role_ranks_are_dense_unique_and_in_group_order_in_each_role(world: list[Member]) -> None:
@@ -48,6 +52,7 @@ def test_role_ranks_are_dense_unique_and_in_group_order_in_each_role(world: list
         assert role_ranks == list(range(size))
 
 
+@promise("ranks.nodes-compute-sizes: All nodes compute the same sizes.")
 @given(worlds)
 @example(EXAMPLE)
 def test_all_nodes_agree_on_the_sizes(world: list[Member]) -> None:

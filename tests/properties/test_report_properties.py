@@ -11,6 +11,7 @@ from holdfast import escape
 from holdfast.failures.cause import is_consequence, root_of_node
 from holdfast.failures.records import Evidence, Failure
 from holdfast.failures.report import CAUSE_LINE_LIMIT_CHARS, described
+from tests.promises import promise, proves
 
 failures_of = st.builds(
     Failure,
@@ -26,6 +27,8 @@ def rank_key(failure: Failure) -> tuple[bool, int | None, float]:
     return failure.is_consequence, failure.order, failure.timestamp
 
 
+@promise("""failures.root-cause-depend-sequence: The root cause does not depend on the sequence in which failures are
+    examined.""")
 @given(groups, st.randoms(use_true_random=False))
 def test_the_root_cause_does_not_depend_on_the_sequence_of_the_mapping(
     failures: dict[int, Failure], chance: random.Random
@@ -46,6 +49,7 @@ def test_the_first_of_several_equals_is_taken(failures: dict[int, Failure]) -> N
     assert root == equals[0]
 
 
+@proves("failures.root-cause-first-explains")
 @given(groups)
 def test_a_failure_that_speaks_for_itself_wins_over_every_consequence(
     failures: dict[int, Failure],
@@ -70,6 +74,7 @@ any_text = st.text(max_size=2000)
 any_evidence = st.builds(Evidence, any_text, stack=any_text, stderr_tail=any_text, memory=any_text, note=any_text)
 
 
+@proves("failures.report-ends-cause-line")
 @given(st.integers(0, 10**6), st.integers(-100, 300), st.integers(0, 2**22), any_evidence)
 def test_the_cause_line_is_one_bounded_printable_line(rank: int, exitcode: int, pid: int, evidence: Evidence) -> None:
     failure = described(Failure(rank=rank, exitcode=exitcode, pid=pid, evidence=evidence))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.process.output.folding import FOLD_WAIT_S, Fold, LineFolder
 from holdfast.process.output.terminal import TerminalView
+from tests.promises import proves
 
 RANKS = range(3)
 
@@ -23,6 +24,7 @@ PIECES = st.sampled_from([b"a", b"bc", b"\n", b"\n", b"d\n", b"\xff\x00", b"e\nf
 WRITES = st.lists(st.tuples(st.sampled_from(RANKS), PIECES, st.sampled_from([0.0, 0.0, 0.05, 0.3])), max_size=40)
 
 
+@proves("output.terminal-prefixes-line-several")
 @given(STEPS)
 def test_folded_lines_keep_their_order_and_none_is_lost_or_late(
     steps: list[tuple[int, str, bytes, float]],
@@ -51,6 +53,7 @@ def test_folded_lines_keep_their_order_and_none_is_lost_or_late(
     assert {rank: [(fold.stream, fold.line) for fold in out if rank in fold.ranks] for rank in RANKS} == written
 
 
+@proves("output.terminal-unfinished-line-several")
 @given(WRITES, st.booleans())
 def test_a_terminal_shows_every_line_whole_and_in_order(writes: list[tuple[int, bytes, float]], folds: bool) -> None:
     """What it shows of unfinished lines comes in addition: they are written again if another line came between."""

@@ -13,6 +13,7 @@ from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import End, Ended, Memory, NodeFacts, Outcome, Sealed, Settings, Stop, World
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from tests.promises import promise
 from tests.sim.checkers import RULES, Checks, name_of
 from tests.sim.engine import Violation
 
@@ -165,6 +166,7 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
 ]  # fmt: skip
 
 
+@promise("simulation.checkers-fails-rule-broken: Each of these checkers fails when its rule is broken.")
 @pytest.mark.parametrize(("rule", "story"), STORIES, ids=lambda each: each if isinstance(each, str) else "")
 def test_the_rule_objects_at_the_last_step(rule: str, story: list[Callable[[Checks], None]]) -> None:
     """It stands alone here: others may object to the same thing."""

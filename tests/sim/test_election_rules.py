@@ -15,6 +15,7 @@ from holdfast.rendezvous.membership.node_lease import (
     PlaceTaken,
 )
 from holdfast.rendezvous.membership.protocol import FromNode, HeartbeatAnswer
+from tests.promises import promise, proves
 from tests.sim.script import EtcdScript
 
 A = NodeFacts("a", address="a", port=1)
@@ -31,6 +32,8 @@ def member(term: int) -> Participant:
     return node
 
 
+@promise("""simulation.node-never-accepts: A node never accepts a coordinator of a lower term. A coordinator checks its
+    lease before each answer. Only the answer to a heartbeat extends a node's lease on etcd.""")
 def test_a_lower_term_is_never_accepted() -> None:
     """1. The node is with the coordinator of term 5. 2. It reads the key, and the answer that it gets late is an old
     one: term 4, whose coordinator does not know yet that it was replaced. 3. If the node took its answers, its workers
@@ -47,6 +50,7 @@ def test_a_lower_term_is_never_accepted() -> None:
     assert node.standing is Standing.OUTSIDE, "half a second after the connection was closed the place is lost"
 
 
+@proves("simulation.node-never-accepts")
 def test_a_lease_that_is_over_is_found_out_before_anything_is_answered() -> None:
     """1. The coordinator is frozen past its lease and another is elected. 2. It goes on, and the answer to its last
     renewal is the first that it finds. 3. It must not serve for another moment."""
@@ -62,6 +66,7 @@ def lease_with_place() -> NodeLease:
     return lease
 
 
+@proves("simulation.node-never-accepts")
 def test_what_lifts_the_rule_of_the_closed_connection_does_not_extend_the_lease() -> None:
     """A refusal, a resignation and a coordinator that was replaced prove that the connection was not closed to give the
     place away. How long the workers may live is a matter of answered heartbeats alone."""
@@ -73,6 +78,7 @@ def test_what_lifts_the_rule_of_the_closed_connection_does_not_extend_the_lease(
         assert lease.workers_may_live_until() == 5.4
 
 
+@proves("simulation.node-never-accepts")
 def test_a_resignation_holds_for_one_connection() -> None:
     node = member(term=1)
     node.step(Pushed(Resigned()), 1.0)
@@ -101,5 +107,6 @@ def campaigns(count: int) -> int:
     return script.etcd._granted - granted
 
 
+@proves("etcd-runs.leader-key-vanishes-few")
 def test_few_of_many_nodes_campaign() -> None:
     assert campaigns(count=64) <= 6

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.promises import promise, proves
 from tests.sim.scenarios import SCENARIOS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -20,6 +21,14 @@ def transcript_of(name: str) -> str:
     return f"{about}\n\n{tell()}\n"
 
 
+@promise("simulation.named-scenarios-produce: Named scenarios produce exactly the recorded transcript.")
+@proves(
+    "restarts.coordinator-replaced-backoff",
+    "nodes.newcomers-arrive-admit-delay",
+    "nodes.host-lost-second-time",
+    "coordinator.node-keeps-lease-come",
+    "cli.progress-limit-restarts-row",
+)
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_scenario(name: str) -> None:
     path = GOLDEN / f"{name}.txt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.promises import promise, proves
 from tests.sim.engine import Violation
 from tests.sim.etcd_world import simulate
 from tests.sim.mutations import MUTATIONS, Mutation
@@ -20,6 +21,7 @@ def checker_of(seed: int) -> str:
     return ""
 
 
+@promise("simulation.seeds-scenario-detect: Seeds or a scenario detect each documented way of breaking the machines.")
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.rules], ids=lambda mutation: mutation.name)
 def test_the_mutation_is_noticed(mutation: Mutation) -> None:
     first = mutation.first_seed + mutation.is_on_etcd  # Every other seed is on etcd.
@@ -30,6 +32,7 @@ def test_the_mutation_is_noticed(mutation: Mutation) -> None:
     assert checker_of(noticed) == "", "without the mutation the same seed is fine"
 
 
+@proves("simulation.seeds-scenario-detect")
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if each.scenario], ids=lambda mutation: mutation.name)
 def test_the_mutation_is_noticed_in_a_scenario(mutation: Mutation) -> None:
     told = SCENARIOS[mutation.scenario]()

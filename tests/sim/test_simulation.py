@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.promises import promise, proves
 from tests.sim.__main__ import failure_of
 from tests.sim.engine import Violation
 from tests.sim.etcd_world import simulate
@@ -19,6 +20,15 @@ CHUNKS = 20
 SEEDS_IN_A_CHUNK = 50
 
 
+@promise("""simulation.ranks-dense-unique-agreed: Ranks are dense, unique and agreed. No two worlds have one round.
+    Workers of two rounds or two worlds are never alive at once. Sizes are within bounds. Rounds only rise. Restarts
+    stay within the budget, and membership changes are free, within the limit for lost nodes. An ended run stays ended.
+    All nodes learn one outcome with one cause. This holds at one endpoint, and on etcd with a coordinator that
+    moves.""")
+@promise("""simulation.etcd-holds-coordinators: On etcd the same holds when coordinators are killed, frozen past their
+    leases, cut off from etcd or lost with their hosts, when etcd loses its quorum, has no space left, ends a lease
+    early or loses all its data, and when requests are late or their outcome is unknown.""")
+@proves("nodes.newcomers-arrive-admit-delay", "nodes.most-loss-limit-restarts", "etcd-runs.etcd-refuses-coordinator")
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_seeds(chunk: int) -> None:
     for seed in range(chunk * SEEDS_IN_A_CHUNK, (chunk + 1) * SEEDS_IN_A_CHUNK):

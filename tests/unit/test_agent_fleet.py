@@ -35,6 +35,7 @@ from holdfast.hosts.agent_fleet import (
     Start,
     TimePassed,
 )
+from tests.promises import promise, proves
 
 Row = tuple[float, Event, list[Command]]
 
@@ -428,6 +429,18 @@ def rows_of(scenarios: dict[str, tuple[str, list[Row], Outcome | None]], is_fixe
         yield pytest.param(fleet(nnodes, is_fixed=is_fixed), rows, outcome, id=name)
 
 
+@proves(
+    "ssh.failed-run-prints-report",
+    "ssh.host-beyond-number-nodes",
+    "steering.stop-ends-run-nodes",
+    "ray.submit-starts-agent-node",
+    "ray.failure-followed-restart-failed",
+    "ray.nodes-adds-join-lost",
+    "ray.sigterm-ctrl-command-end",
+    "ray.head-killed-job-stopped",
+    "ray.killed-coordinator-started-workers",
+    "ray.wrong-input-missing-unreachable",
+)
 @pytest.mark.parametrize(("made", "rows", "outcome"), [*rows_of(FIXED, True), *rows_of(CHANGING, False)])
 def test_a_scenario(made: AgentFleet, rows: list[Row], outcome: Outcome | None) -> None:
     for now, event, commands in rows:
@@ -460,6 +473,9 @@ def test_many_failures_are_counted() -> None:
     assert made.outcome == Outcome(1, error="a: no; b: no; c: no; d: no; and 2 more")
 
 
+@promise("""ray.agent-workers-take-longer: An agent whose workers take longer than the others wait
+    (`--exit-barrier-timeout`) goes on; if it fails, so has the job.""")
+@proves("ssh.host-beyond-number-nodes")
 @pytest.mark.parametrize("is_fixed", [True, False])
 @pytest.mark.parametrize(
     ("later_s", "event", "outcome"),
@@ -498,6 +514,7 @@ EVENTS = st.one_of(
 )
 
 
+@promise("ssh.job-always-ends-agent: The job always ends, and with it every agent, whatever happens in which order.")
 @given(st.lists(EVENTS, max_size=30), st.integers(1, 4), st.integers(0, 2), st.booleans())
 def test_it_always_ends_and_every_agent_is_ended_once(
     events: list[Event], least: int, spare: int, is_fixed: bool

@@ -18,6 +18,7 @@ from holdfast.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 from holdfast.rendezvous.coordination import AgentPush, Coordination, JoinFailed
 from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
 from holdfast.signals import RunClosed
+from tests.promises import promise
 
 SUCCEEDED = Ended(Outcome(End.SUCCEEDED, "all workers have succeeded"))
 HANGS = Stop(1, "rank 3 hangs", is_failure=True, is_hang=True)
@@ -145,6 +146,8 @@ def test_a_step_is_told_before_its_commands_are_carried_out() -> None:
     assert (result.return_values, end.state, end.reason) == ({0: "value"}, "succeeded", "all workers have succeeded")
 
 
+@promise("""restarts.run-hangs-node-takes: If the run hangs, a node takes stacks before it stops its workers, and
+    reports the hang as its own failure if the cause is there.""")
 @pytest.mark.parametrize(
     ("examined", "told"),
     [(None, "Stop stop"), (failed(hang="for 10 s in read"), "WorkersFailed report hang stop")],

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast import loop, signals
 from holdfast.loop import call_interruptibly
+from tests.promises import promise
 
 
 def test_a_deadline_may_be_far_away() -> None:
@@ -33,6 +34,7 @@ def test_it_keeps_no_descriptor() -> None:
         call_interruptibly(int)
 
 
+@promise("stopping.blocking-rendezvous-delay: A blocking rendezvous does not delay a signal.")
 def test_a_signal_ends_the_wait() -> None:
     release = threading.Event()
     with signals.deferred():

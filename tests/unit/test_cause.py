@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.failures.cause import exception_name, is_consequence, kind_of, root_cause, root_of_node
 from holdfast.failures.records import Evidence, Failure
+from tests.promises import promise, proves
 
 NCCL_ABORT = """\
 [rank1]:[E ProcessGroupNCCL.cpp:537] Some operations have failed or timed out.
@@ -109,6 +110,8 @@ def failure(
     return Failure(exitcode=exitcode, is_consequence=judged, order=order, timestamp=timestamp)
 
 
+@promise("""failures.root-cause-first-explains: The root cause is the first failure that explains itself. A broken
+    connection, a collective's timeout or SIGTERM never hides it.""")
 @pytest.mark.parametrize(
     ("failures", "expected"),
     [
@@ -154,6 +157,7 @@ RESULT = Failure("c", 2, text="connection closed by peer", is_consequence=True)
 LATER_RESULT = Failure("d", 3, text="connection reset", is_consequence=True)
 
 
+@proves("failures.root-cause-first-explains")
 @pytest.mark.parametrize(
     ("failures", "expected"),
     [

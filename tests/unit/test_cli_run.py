@@ -26,6 +26,7 @@ from holdfast.process.output.logs import DefaultLogsSpecs, Std
 from holdfast.rendezvous.api import RendezvousTimeoutError
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.signals import RunClosed, SignalException
+from tests.promises import promise, proves
 
 OTHER_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -127,6 +128,7 @@ def test_which_rendezvous(tokens: str, backend: str, endpoint: str, rank: int | 
     assert (made.rdzv_backend, made.rdzv_endpoint, made.rdzv_configs.get("rank")) == (backend, endpoint, rank)
 
 
+@promise("cli.run-id-user-gave: A run id that the user gave is kept.")
 @pytest.mark.parametrize(
     ("tokens", "run_id"),
     [
@@ -221,6 +223,8 @@ def test_logs_specs_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mo
         config("--logs-specs=other")
 
 
+@promise("""cli.option-effect-run-range: An option that has no effect in this run (also a range of nodes with `static`),
+    or that names a local rank that does not exist, triggers a warning.""")
 @pytest.mark.parametrize(
     ("tokens", "warnings"),
     [
@@ -267,6 +271,7 @@ def test_nodes_without_a_place_to_meet_are_said(caplog: pytest.LogCaptureFixture
     ]
 
 
+@proves("cli.arguments-script-belong-script")
 @pytest.mark.parametrize(
     ("arguments", "flags"),
     [
@@ -284,6 +289,7 @@ def test_options_of_launchers_after_the_script_are_said(
     assert caplog.messages == [f"{flag} {words}" for flag in flags]
 
 
+@proves("cli.ipv6-endpoint-brackets-missing")
 def test_a_misspelt_variable_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NOD", "2")
     monkeypatch.setenv("PET_FOOD", "hay")
@@ -354,6 +360,11 @@ BAD_INPUT = [
 ]
 
 
+@promise("""cli.ipv6-endpoint-brackets-missing: An IPv6 endpoint without brackets, and a missing endpoint for several
+    nodes, are refused. A `PET_*` variable that belongs to no option triggers a warning.""")
+@promise("""cli.wrong-value-causes-line: A wrong value causes one line that names the option and the value, and exit
+    status 2. Nothing is left behind.""")
+@proves("restarts.policy-makes-sense-example", "events.unknown-destination-refused")
 @pytest.mark.parametrize(("tokens", "line"), BAD_INPUT, ids=[tokens for tokens, _ in BAD_INPUT])
 def test_bad_input(
     tokens: str, line: str | re.Pattern[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -370,6 +381,7 @@ def test_bad_input(
     assert os.listdir(tmp_path / "tmp") == [], "nothing is left behind"
 
 
+@proves("cli.ipv6-endpoint-brackets-missing")
 def test_a_coordinator_at_an_address_without_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         coordinator.main(["--listen", "fe80::12:3"])
@@ -378,6 +390,7 @@ def test_a_coordinator_at_an_address_without_brackets(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == f"holdfast coordinator: error: {line}\n"
 
 
+@proves("cli.error-host-exit-code")
 @pytest.mark.parametrize("place", ["no-such-host.invalid:0", "192.0.2.1:0"])
 def test_a_coordinator_that_cannot_listen(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An error of the host."""
@@ -392,6 +405,7 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().err == f"holdfast run: error: {line}\n"
 
 
+@proves("failures.events-file-json-line")
 def test_the_directory_of_an_events_file() -> None:
     """It is made within the log directory, where the logs make theirs, and nowhere else."""
     config("--log-dir=logs", "--events-file=logs/a/events.jsonl")
@@ -401,6 +415,7 @@ def test_the_directory_of_an_events_file() -> None:
             config("--log-dir=logs", f"--events-file={name}")
 
 
+@proves("dashboard.port-taken-package-missing")
 def test_a_dashboard_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known before the run starts; in a run of several nodes perhaps another one serves it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -409,6 +424,7 @@ def test_a_dashboard_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> No
     config("--dashboard", "--nnodes=2", "--rdzv-endpoint=localhost")
 
 
+@promise("cli.request-missing-feature-refused: A request for a missing feature is refused, not ignored.")
 @pytest.mark.parametrize(
     ("variable", "value", "line"),
     [
@@ -468,6 +484,8 @@ def check(*tokens: str, nproc: int = 1) -> None:
     program.check_program(RunArguments.of(cli.parse_args(tokens)), nproc)
 
 
+@promise("""cli.script-program-missing-unreadable: A script or program that is missing, unreadable or a directory is
+    refused before anything is created.""")
 @pytest.mark.parametrize(
     ("tokens", "line"),
     [
@@ -525,6 +543,7 @@ def test_programs_that_are_there() -> None:
     check("--run-path", "x.py")
 
 
+@proves("cli.script-program-missing-unreadable")
 def test_a_script_that_is_not_readable() -> None:
     secret = "/etc/shadow"
     if not os.path.exists(secret):
@@ -560,6 +579,8 @@ def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) 
     return cli.command([*tokens, "x.py"])
 
 
+@promise("cli.error-host-exit-code: An error of the host has exit code 1, also for `holdfast coordinator`.")
+@proves("cli.exit-code-shows-happened")
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -631,6 +652,7 @@ def test_a_value_error_of_a_running_agent_is_a_fault(
     assert "internal error; please report" in capsys.readouterr().err
 
 
+@promise("cli.failure-report-comes-last: The failure report comes last, without a traceback of holdfast around it.")
 def test_the_failure_report_comes_last_and_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -643,6 +665,7 @@ def test_the_failure_report_comes_last_and_as_it_is(
     assert "Traceback (most" not in said
 
 
+@promise("ranks.several-workers-omp-num: Several workers without `OMP_NUM_THREADS` get 1.")
 def test_threads_are_limited_for_several_workers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -667,6 +690,8 @@ def test_run_script_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("out").read_text() == repr(("__main__", ["x.py", "a", "b"]))
 
 
+@promise("""cli.python-run-main-raises: From Python, `holdfast.cli.run.main` raises the error, as `ChildFailedError` or
+    another exception.""")
 def test_the_command_from_python(capfd: pytest.CaptureFixture[str]) -> None:
     """It raises what went wrong, so a wrapper that ignores what `main` returns does not succeed after a failure."""
     cli.main(["-q", "x.py"])
@@ -678,6 +703,7 @@ def test_the_command_from_python(capfd: pytest.CaptureFixture[str]) -> None:
         cli.main(["none.py"])
 
 
+@proves("cli.request-missing-feature-refused")
 def test_a_backend_that_etcd_has_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.command(["--rdzv-backend=etcd-v2", "--rdzv-endpoint=localhost:2379", "x.py"]) == 2
     [line] = capsys.readouterr().err.splitlines()

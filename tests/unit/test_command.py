@@ -12,6 +12,7 @@ import pytest
 from holdfast.process.spawner import command
 from holdfast.process.spawner.command import BOOTSTRAP_PATH, command_for
 from holdfast.process.spawner.wire import BYTECODE
+from tests.promises import promise, proves
 
 B = BOOTSTRAP_PATH
 
@@ -50,6 +51,7 @@ def test_bootstrap_stands_before_the_program(given: str, expected: str) -> None:
     assert command_for("python3", given.split()) == (("python3", *wanted), True)
 
 
+@proves("workers.understands-option-interpreter")
 @pytest.mark.parametrize("given", LEFT_ALONE)
 def test_what_is_not_certain_is_left_alone(given: str) -> None:
     assert command_for("python3", given.split()) == (("python3", *given.split()), False)
@@ -91,12 +93,15 @@ def accepts(args: str) -> bool:
     return "can't open file" in done.stderr and "x.py" in done.stderr
 
 
+@promise("""workers.understands-option-interpreter: holdfast understands every option of the interpreter as the
+    interpreter does. It executes a command line unchanged if it does not understand it with certainty.""")
 @pytest.mark.parametrize("given", [given for given, _ in UNDERSTOOD if "x.py" in given])
 def test_the_interpreter_agrees(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert accepts(given)
 
 
+@proves("workers.agent-interpreter-starts-byte")
 def test_own_interpreter_takes_the_byte_code() -> None:
     assert command_for(sys.executable, ["x.py"])[0] == (sys.executable, BYTECODE, "x.py")
     assert command_for("python3", ["x.py"])[0] == ("python3", B, "x.py")
@@ -156,6 +161,7 @@ def test_what_a_run_is_called_after(entrypoint: Any, args: list[str], name: str)
     assert command.program_name(entrypoint, args) == name
 
 
+@proves("nodes.script-content-warns-once")
 @pytest.mark.parametrize(
     ("entrypoint", "args", "path"),
     [

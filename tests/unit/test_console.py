@@ -18,6 +18,7 @@ import pytest
 from holdfast import escape, log_lines
 from holdfast.cli import bundle, console
 from tests import support
+from tests.promises import promise, proves
 
 LOGGER = logging.getLogger("holdfast")
 SPEAKER = logging.getLogger("holdfast.agent.local")
@@ -85,12 +86,14 @@ HOSTILE = "\x1b[2J\nholdfast: forged\r\x9b31m\u2028\u202e"
 SHOWN = r"\x1b[2J\nholdfast: forged\r\x9b31m\u2028\u202e"
 
 
+@proves("output.lines-show-control-characters")
 def test_a_record_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     console.set_up()
     SPEAKER.warning("it said: %s", HOSTILE)
     assert capsys.readouterr().err == f"holdfast: it said: {SHOWN}\n"
 
 
+@proves("output.lines-show-control-characters")
 def test_an_error_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     console.write_error("holdfast run", HOSTILE)
     console.write_error("holdfast run", "x" * 5000)
@@ -103,6 +106,7 @@ def test_texts_keep_their_lines_and_nothing_else(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == ("a\tb\n\\x1b[2J\\r\n",) * 2
 
 
+@proves("output.lines-show-control-characters")
 def test_a_program_without_logging_has_one_line_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +173,8 @@ def on_a_terminal(**environ: str) -> bytes:
     return heard
 
 
+@promise("""cli.lines-colour-terminal-never: holdfast's own lines have colour only on a terminal and never with
+    `NO_COLOR`.""")
 def test_colours_on_a_terminal() -> None:
     dim, yellow, red, plain = b"\x1b[2m", b"\x1b[33m", b"\x1b[31m", b"\x1b[0m"
     prefix = dim + b"holdfast:" + plain + b" "
@@ -180,11 +186,13 @@ def test_colours_on_a_terminal() -> None:
     ]
 
 
+@proves("cli.lines-colour-terminal-never")
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_colours_not_wanted(name: str, value: str) -> None:
     assert b"\x1b" not in on_a_terminal(**{name: value})
 
 
+@proves("cli.lines-colour-terminal-never")
 def test_no_colours_in_a_pipe() -> None:
     heard = subprocess.run([sys.executable, "-c", SPEAK], capture_output=True, check=False)
     assert heard.stderr.splitlines()[0] == b"holdfast: calm"
@@ -192,6 +200,8 @@ def test_no_colours_in_a_pipe() -> None:
     assert heard.stdout == b"asked for"
 
 
+@promise("""output.messages-arrive-whole-stderr: holdfast's messages arrive whole on a stderr that another process made
+    non-blocking.""")
 def test_a_long_text_is_whole_on_a_non_blocking_pipe() -> None:
     code = "from holdfast.cli import console; console.write('x' * 200_000 + ' the cause\\n'); console.print_out('end')"
     reader, writer = os.pipe()
@@ -205,6 +215,7 @@ def test_a_long_text_is_whole_on_a_non_blocking_pipe() -> None:
     assert heard == b"x" * 200_000 + b" the cause\nend"
 
 
+@promise("cli.terminal-closed-full-loses: A terminal that is closed or full loses only the text.")
 @pytest.mark.parametrize("redirection", [">&- 2>&-", "2>/dev/full >/dev/full"])
 def test_output_that_is_closed_or_full(redirection: str) -> None:
     process = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, SPEAK], check=False)
@@ -239,6 +250,8 @@ def test_width(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert console.width() == width
 
 
+@promise("""steering.signal-ends-commands-once: A signal ends these commands at once, with 128+n, and through their
+    cleaning up. A full disk behind stdout is an error.""")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_ends_a_command_at_once_and_through_its_finally_blocks(name: str) -> None:
     program = f"""
@@ -258,6 +271,8 @@ sys.exit(console.show("holdfast x", work))
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.Signals[name], "cleaned up\n", "")
 
 
+@promise("""steering.error-system-deleted-working: An error of the system (a deleted working directory, a full disk) is
+    one line of the command, with exit code 1.""")
 def test_an_error_of_the_system_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from holdfast.rendezvous.coordinator.pump import Pump
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Memory, Notice
 from holdfast.rendezvous.membership.protocol import HeartbeatAnswer, Introduction, Opened, Ready, TermRaised
+from tests.promises import proves
 
 
 class Script:
@@ -84,6 +85,7 @@ def at_round(number: int) -> Memory:
     return Memory(last_round=number)
 
 
+@proves("coordinator.nodes-told-written-down")
 def test_what_follows_from_a_write_waits_for_it_and_keeps_its_order() -> None:
     bench = Bench(
         Ready(persist=at_round(1), send_after_persist=telling("one")),
@@ -97,6 +99,7 @@ def test_what_follows_from_a_write_waits_for_it_and_keeps_its_order() -> None:
     assert bench.told() == [((1,), "three"), "forget"]
 
 
+@proves("coordinator.connection-holds-slice-time")
 def test_answers_to_heartbeats_wait_for_nothing() -> None:
     answer: Any = [((1,), HeartbeatAnswer(1))]
     bench = Bench(Ready(persist=at_round(1), send_after_persist=telling("one")), Ready(answer))

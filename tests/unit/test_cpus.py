@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.errors import HostError
 from holdfast.process.workers.cpus import AffinityMode, NumaOptions, cpus_for, parse_cpu_list
+from tests.promises import promise
 
 NVIDIA, AMD, OTHER = "0x10de", "0x1002", "0x1a03"
 
@@ -146,6 +147,8 @@ SCATTERED = {
 EVERYWHERE = on(0, 1, 2, 3)
 
 
+@promise("""workers.cpu-binding-gives-cpus: CPU binding gives each worker CPUs near its device, within those that the
+    agent may use.""")
 @pytest.mark.parametrize(
     ("machine", "devices", "allowed", "mode", "shown", "expected"),
     [

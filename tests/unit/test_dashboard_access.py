@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.observe.dashboard.access import WRONG_HOST, WRONG_ORIGIN, Access
+from tests.promises import proves
 
 OWN = Access.for_names(["Node1", "node1.example"])
 
@@ -21,6 +22,7 @@ def test_the_key() -> None:
         assert not OWN.opens(wrong)
 
 
+@proves("dashboard.key-answer-line-403")
 def test_the_cookie_is_the_key_and_nothing_else_is() -> None:
     text = OWN.set_cookie()
     assert text.endswith("; Path=/; HttpOnly; SameSite=Strict")
@@ -43,6 +45,7 @@ def test_names_of_this_server(host: str) -> None:
     assert OWN.objection("GET", {"host": host}) == ""
 
 
+@proves("dashboard.pages-sites-requests-names")
 @pytest.mark.parametrize(
     "host",
     ["", "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "node1.evil", "[::1",

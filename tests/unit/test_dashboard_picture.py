@@ -14,6 +14,7 @@ from holdfast.observe.dashboard.picture import Series, difference, node_of, pict
 from holdfast.observe.run_view import RunView, Told
 from holdfast.telemetry.history import HistoryStatus, RoundStatus
 from holdfast.telemetry.status import AgentStatus, NodeStatus, Refusal, RunStatus, WorkerStatus
+from tests.promises import proves
 
 
 def a_node(name: str, rank: int | None = 0, first: int | None = 0, **facts: Any) -> NodeStatus:
@@ -41,6 +42,7 @@ def known(status: RunStatus | None = None, *, now: float = 10.0, **facts: Any) -
     return RunView("job7", now, status, now, agents=agents, **facts)
 
 
+@proves("dashboard.page-shows-run-sentence")
 def test_two_nodes_of_which_one_was_asked() -> None:
     status = a_run(a_node("a"), a_node("b", 1, 2))
     picture = picture_of(known(status, agents={"a": an_agent("running", "failed")}, silent={"b": "it is busy"}))
@@ -148,6 +150,7 @@ def test_the_last_word_completes_the_rounds() -> None:
     assert picture["totals"]["goodput"] == 0.5
 
 
+@proves("dashboard.fits-360-pixels-dark")
 def test_only_what_differs_is_sent() -> None:
     nodes = [a_node(f"n{n}", n, 2 * n) for n in range(500)]
     before = picture_of(known(a_run(*nodes)))
@@ -164,6 +167,7 @@ def test_only_what_differs_is_sent() -> None:
 HOSTILE = "<img src=x onerror=alert(1)>\n\x1b[2J\u202e"
 
 
+@proves("dashboard.log-lines-host-names")
 def test_hostile_names_are_one_line_each() -> None:
     status = a_run(a_node(HOSTILE, address=HOSTILE, role=HOSTILE), refused=(Refusal(HOSTILE, HOSTILE),))
     history = a_past(a_round(1, 5, HOSTILE, cause=HOSTILE), restarts={HOSTILE: 1})

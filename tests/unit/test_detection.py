@@ -12,6 +12,7 @@ import pytest
 from holdfast.cli import run
 from holdfast.cli.arguments import command_line, detection
 from holdfast.errors import UserError
+from tests.promises import promise, proves
 from tests.unit.test_engine_detection import BLAUNCH, OPEN_MPI, PBS, SLURM, with_
 
 
@@ -33,6 +34,7 @@ def places(args: Any) -> tuple[Any, ...]:
     return (args.nnodes, args.rdzv_backend, args.rdzv_endpoint, args.node_rank, args.rdzv_id, args.nproc_per_node)
 
 
+@proves("engines.option-says-nodes-meet")
 def test_all_is_taken_and_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     assert places(completed()) == ("2", "tcp", "node1:15136", 1, "slurm-17.0", "2")
@@ -45,6 +47,8 @@ def test_all_is_taken_and_said_in_one_line(caplog: pytest.LogCaptureFixture) -> 
 UNTOUCHED = ("1:1", "static", "", None, "none", "1")
 
 
+@promise("""engines.options-pet-variables-go: Options and `PET_*` variables go before what is detected, and
+    `--no-detect` switches it off.""")
 @pytest.mark.parametrize(
     ("tokens", "index", "value"),
     [
@@ -63,6 +67,7 @@ def test_options_that_say_where_to_meet_switch_it_off(tokens: tuple[str, ...], i
     assert places(completed(*tokens)) == tuple(expected)
 
 
+@proves("engines.options-pet-variables-go")
 @pytest.mark.parametrize("variable", ["PET_NO_DETECT", "PET_STANDALONE"])
 def test_so_does_the_environment(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "yes")
@@ -71,6 +76,7 @@ def test_so_does_the_environment(monkeypatch: pytest.MonkeyPatch, variable: str)
     assert completed().rdzv_endpoint == "node1:15136"
 
 
+@proves("engines.options-pet-variables-go")
 def test_what_kubeflow_sets_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "train-0.train", "MASTER_PORT": "29500"}
     for name, value in given.items():
@@ -79,6 +85,7 @@ def test_what_kubeflow_sets_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (args.nnodes, args.rdzv_backend, args.node_rank, args.master_addr) == ("4", "static", 3, "train-0.train")
 
 
+@proves("engines.options-pet-variables-go")
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
@@ -108,6 +115,7 @@ def test_more_nodes_than_there_are_is_refused() -> None:
         completed("--nnodes", "3")
 
 
+@proves("engines.variables-contradict-named")
 def test_a_contradiction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NODEID", "7")
     with pytest.raises(UserError, match="contradict each other: SLURM_NODEID=7, but SLURM_STEP_NUM_NODES=2"):
@@ -115,6 +123,7 @@ def test_a_contradiction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert places(completed("--no-detect")) == UNTOUCHED
 
 
+@proves("engines.nothing-detected-batch-script")
 def test_several_tasks_a_node_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     assert places(completed()) == UNTOUCHED

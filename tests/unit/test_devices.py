@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.errors import UserError
 from holdfast.process import devices
+from tests.promises import promise, proves
 
 
 def nvidia_driver(root: Path, number: int) -> None:
@@ -48,6 +49,8 @@ def count(kind: str, root: Path, **environ: str) -> int:
 NONE = {"CUDA_VISIBLE_DEVICES": ""}
 
 
+@promise("""ranks.counts-devices-framework-respects: holdfast counts devices without a framework and respects the
+    variables that hide devices.""")
 @pytest.mark.parametrize(
     ("shown", "number"),
     [
@@ -107,6 +110,7 @@ def test_xpu(tmp_path: Path) -> None:
     assert count("xpu", tmp_path, ZE_AFFINITY_MASK="0.0,0.1,1.0") == 3
 
 
+@proves("ranks.counts-devices-framework-respects")
 def test_auto_takes_the_first_kind_that_is_there(tmp_path: Path) -> None:
     cpus = len(os.sched_getaffinity(0))
     assert count("auto", tmp_path) == cpus

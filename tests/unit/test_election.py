@@ -32,6 +32,7 @@ from holdfast.rendezvous.etcd.election import (
     wait_s,
 )
 from holdfast.rendezvous.membership.model import Memory
+from tests.promises import promise, proves
 
 Script = list[tuple[float, Any, list[Any]]]
 TIME = TimePassed()
@@ -151,11 +152,17 @@ def play(office: Office, script: Script) -> None:
         assert office.step(event, at) == expected, f"{event} at {at}"
 
 
+@promise("""etcd-runs.etcd-refuses-coordinator: If etcd refuses a coordinator's writes for good (no space left, no
+    permission), the coordinator steps down, and every node says once what etcd said. Nodes pause longer and longer
+    before they start another one. The run ends with that reason after `outage_timeout` (`join_timeout` before a node's
+    first place), and at once if it is refused at the start.""")
+@proves("etcd-runs.agent-elected-coordinator")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str) -> None:
     play(Office(L0, 5.0, 100.0), SCRIPTS[name])
 
 
+@proves("etcd-runs.agent-elected-coordinator")
 def test_it_serves_for_less_than_its_lease() -> None:
     """A coordinator that was frozen asks before it says its next word."""
     office = Office(L0, 5.0, 100.0)
@@ -213,6 +220,7 @@ class Keys:
         return self.leader
 
 
+@proves("etcd.write-answer-lost-sent", "etcd-runs.agent-elected-coordinator")
 @given(
     st.lists(
         st.sampled_from(["change", "raise", "answer", "answer lost", "request lost", "late", "other"]), max_size=60
@@ -277,6 +285,8 @@ def test_what_is_acknowledged_is_written_and_stays(moves: list[str]) -> None:
 # Who campaigns, and when.
 
 
+@promise("""etcd-runs.leader-key-vanishes-few: When the leader key vanishes, a few of many nodes campaign, within a
+    second.""")
 @pytest.mark.parametrize("count", [2, 8, 64, 1000, 10_000])
 def test_few_nodes_campaign_before_a_coordinator_is_in_office(count: int) -> None:
     """That takes 50 ms, say. However few of the nodes are left, one of them begins within a second."""
@@ -301,6 +311,7 @@ def test_the_turn_of_a_vacancy_is_drawn_once() -> None:
     assert candidacy.turn_at(1000, 0.0001, 200.0) == 200.0
 
 
+@proves("etcd-runs.etcd-refuses-coordinator")
 @pytest.mark.parametrize("now", [100.0, 0.5], ids=["", "on a host that has just booted"])
 def test_a_node_that_etcd_refuses_waits_longer_each_time(now: float) -> None:
     """Nodes that hear of it at the same time do not come back at the same time. A refusal of long ago is forgotten."""

@@ -17,6 +17,7 @@ from holdfast.rendezvous.endpoints import (
     parse_address,
     parse_rendezvous_endpoint,
 )
+from tests.promises import promise, proves
 
 PORT = "port {!r} is not a number from 0 to 65535"
 HOST = "{!r} is not a host name or an IP address"
@@ -74,6 +75,9 @@ def test_endpoint(endpoint: str | None, expected: tuple[str, int] | str) -> None
     assert isinstance(caught.value, HoldfastError)
 
 
+@promise("""cli.address-serve-health-port: Every address to serve at (`--health-port`, `--http`, `--dashboard-addr`,
+    `holdfast dashboard --addr`, `holdfast coordinator --listen`) is `HOST:PORT`, `:PORT` or `PORT`, and without a host
+    it is 127.0.0.1.""")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -153,6 +157,8 @@ def test_a_worker_can_listen_on_a_held_port(host: str, family: socket.AddressFam
                 worker.accept()[0].close()
 
 
+@promise("""rendezvous.master-port-reserved-rank: The master port is reserved for rank 0: no other process gets it, and
+    the worker can listen on it.""")
 def test_a_held_port_is_handed_out_to_nobody_else() -> None:
     held = [bind_port() for _ in range(201)]
     ports = {one.getsockname()[1] for one in held}
@@ -161,6 +167,7 @@ def test_a_held_port_is_handed_out_to_nobody_else() -> None:
     assert len(ports) == 201
 
 
+@proves("coordinator.node-rank-holds-master")
 @pytest.mark.parametrize(("host", "everywhere"), [("127.0.0.1", "0.0.0.0"), ("127.0.0.1", "127.0.0.1")])
 def test_a_held_port_is_held_at_all_addresses(host: str, everywhere: str) -> None:
     """Torch listens on every address: no other process may have the port at another one."""
@@ -175,6 +182,7 @@ def test_a_held_port_is_held_at_all_addresses(host: str, everywhere: str) -> Non
         other.bind(("127.0.0.2", 0))
 
 
+@proves("coordinator.node-rank-holds-master")
 def test_a_port_that_is_taken_at_another_address_is_passed_over(kernel: Kernel) -> None:
     port, kernel.order = HeldPort(), [0, 1]
     kernel.everywhere[0].release()
@@ -218,6 +226,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
         held.release()
 
 
+@proves("rendezvous.start-group-empty-store")
 @pytest.mark.parametrize(
     ("remembered", "order", "held"),
     [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from holdfast.cli import run
 from holdfast.hosts import engine_detection
 from holdfast.hosts.engine_detection import Answer, Contradiction, Found, LeftAlone, expand, found, port_of
+from tests.promises import promise, proves
 
 # As `srun -N2 --gpus-per-node=2` of Slurm 22.05 sets them, on the second node.
 SLURM = {
@@ -72,6 +73,8 @@ def with_(base: Mapping[str, str], **changes: str | None) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
+@promise("""engines.option-says-nodes-meet: With no option that says where the nodes meet, the variables of Slurm,
+    mpirun, mpiexec, jsrun, blaunch, pbsdsh, SkyPilot and Kubernetes do. One line says what was found.""")
 @pytest.mark.parametrize(
     ("environ", "answer"),
     [
@@ -106,6 +109,8 @@ def test_what_is_found(environ: dict[str, str], answer: Answer) -> None:
     assert found(environ, NODE_FILE) == answer
 
 
+@promise("""engines.nothing-detected-batch-script: Nothing is detected in a batch script, in a shell of the engine, or
+    inside a worker. Several tasks on a node are left alone with one warning.""")
 @pytest.mark.parametrize(
     "environ",
     [
@@ -124,6 +129,7 @@ def test_where_there_is_nothing_to_find(environ: dict[str, str]) -> None:
     assert found(environ, NODE_FILE) is None
 
 
+@proves("engines.nothing-detected-batch-script")
 @pytest.mark.parametrize(
     ("environ", "words", "is_first"),
     [
@@ -148,6 +154,8 @@ def test_what_is_left_alone(environ: dict[str, str], words: str, is_first: bool)
     assert "--no-detect" in answer.advice
 
 
+@promise("""engines.variables-contradict-named: Variables that contradict each other are named, and refused with exit
+    code 2.""")
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
@@ -220,6 +228,7 @@ def test_any_environment_has_an_answer(environ: dict[str, str], node_file: str) 
         assert 1024 <= answer.port < 32768
 
 
+@proves("engines.two-steps-jobs-hosts")
 def test_ports_of_neighbours_differ() -> None:
     ports = {port_of(str(job * 8)) for job in range(1000, 1100)}
     assert len(ports) == 100

@@ -12,6 +12,7 @@ import pytest
 from holdfast.cli import submit
 from holdfast.cli.arguments import command_line
 from holdfast.hosts.job import JobSpec
+from tests.promises import promise, proves
 
 pytestmark = pytest.mark.usefixtures("restored_logger")
 
@@ -84,6 +85,8 @@ def refusal(capsys: pytest.CaptureFixture[str], act: Callable[[list[str]], int],
     return err.splitlines()[-1]
 
 
+@promise("""engines.submit-render-read-options: `holdfast submit` and `holdfast render` read the options of `holdfast
+    run` and those of the engine in any order. The job has them in full spelling, with those of the environment.""")
 def test_a_job_has_the_options_as_typed_and_in_full() -> None:
     job, settings = submitted(
         "--nproc", "4", "--nnodes=2:4", "--max-rest", "3", "-t", "3", "-m", "--rdzv_id", "job7", "train", "--lr", "0.1"
@@ -104,6 +107,7 @@ def test_a_run_id_is_made_if_none_is_given() -> None:
     assert first.nproc_per_node == ""
 
 
+@proves("engines.submit-render-read-options")
 def test_the_environment_becomes_part_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_MAX_RESTARTS", "0")
     monkeypatch.setenv("PET_NNODES", "3")
@@ -131,6 +135,7 @@ def test_a_working_directory_that_is_gone(
     assert line == "holdfast submit: error: the working directory cannot be used: No such file or directory"
 
 
+@proves("engines.submit-render-read-options")
 def test_engine_options_mix_with_those_of_run() -> None:
     assert submit.submit(["--nnodes", "2", "--queue", "night", "--on=both", "--detach", "--dry", "x.py", "--dry"]) == 7
     job, settings = sys.modules["plugged_engines"].jobs.pop()
@@ -143,6 +148,7 @@ def test_render_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "night: 2\n"
 
 
+@proves("engines.unknown-asked-broken-plug")
 @pytest.mark.parametrize("option", ["--standalone", "--node-rank=1", "--rdzv-endpoint=a:1", "--rdzv-backend=tcp"])
 def test_options_that_the_engine_decides(capsys: pytest.CaptureFixture[str], option: str) -> None:
     line = refusal(capsys, submit.submit, "both", option, "x.py")
@@ -151,6 +157,9 @@ def test_options_that_the_engine_decides(capsys: pytest.CaptureFixture[str], opt
     assert submit.render(["paper", option, "x.py"]) == 0
 
 
+@promise("""engines.unknown-asked-broken-plug: An unknown engine, one that cannot do what is asked, a broken plug-in,
+    options that the engine decides and those of hosts by ssh (`--hosts`, `--copy`, `--env`) are refused in one
+    line.""")
 @pytest.mark.parametrize("engine", ["kubernetes", "paper", "slurm"])
 @pytest.mark.parametrize("option", ["--hosts=a,b", "--copy=script", "--env=A=1", "--hostfile=x", "--ssh=x"])
 def test_options_of_hosts_by_ssh(
@@ -166,6 +175,7 @@ def test_options_of_hosts_by_ssh(
     assert refusal(capsys, submit.render, engine, "x.py") == expected.format(variable)
 
 
+@proves("engines.unknown-asked-broken-plug")
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
@@ -191,6 +201,7 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tokens: tup
     assert refusal(capsys, submit.submit, *tokens).startswith(f"holdfast submit: error: {words}")
 
 
+@proves("engines.unknown-asked-broken-plug")
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [

@@ -11,6 +11,7 @@ from holdfast.agent import ranks
 from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import Worker, WorkerGroup, WorkerSpec
 from holdfast.errors import InternalError, UserError
+from tests.promises import promise, proves
 
 FACTS: dict[str, Any] = {"run_id": "run-7", "round": 3, "restart_count": 1, "max_restarts": 5}
 
@@ -25,6 +26,7 @@ def a_group(**overrides: Any) -> WorkerGroup:
     return group
 
 
+@promise("ranks.worker-gets-variable-torchrun: A worker gets every variable that torchrun sets, and `HOLDFAST_ROUND`.")
 def test_a_worker_is_told_everything() -> None:
     environments = worker_environments(a_group(), {}, **FACTS)
     assert sorted(environments) == [0, 1, 2]
@@ -49,6 +51,7 @@ def test_a_worker_is_told_everything() -> None:
     }
 
 
+@promise("ranks.workers-group-differ: Workers of a group differ only in their ranks.")
 def test_workers_differ_in_their_ranks_only() -> None:
     environments = worker_environments(a_group(), {}, **FACTS)
     differing = {
@@ -95,6 +98,8 @@ def test_what_comes_from_the_agents_environment(agent_environ: dict[str, str], n
     assert worker_environments(a_group(), agent_environ, **FACTS)[0].get(name) == value
 
 
+@promise("""ranks.virtual-local-worker-local: With `--virtual-local-rank` each worker has local rank 0 and sees one
+    device of its own. If there are too few devices, the error says so.""")
 @pytest.mark.parametrize(
     ("visible", "devices"),
     [
@@ -115,6 +120,7 @@ def test_with_virtual_local_ranks_each_worker_has_one_device_of_its_own(
     assert {environments[rank]["LOCAL_WORLD_SIZE"] for rank in range(3)} == {"3"}
 
 
+@proves("ranks.virtual-local-worker-local")
 @pytest.mark.parametrize(("visible", "count"), [("5,6", 2), ("5,6,", 2), ("", 0), (" ", 0)])
 def test_too_few_devices_for_virtual_local_ranks_are_named(visible: str, count: int) -> None:
     with pytest.raises(UserError) as caught:
@@ -133,6 +139,7 @@ def test_a_group_without_a_place_is_refused(name: str) -> None:
 # --- arguments
 
 
+@promise("ranks.local-argument-becomes-local: `${local_rank}` in an argument becomes the local rank.")
 @pytest.mark.parametrize(
     ("arg", "filled"),
     [

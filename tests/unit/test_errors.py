@@ -29,6 +29,7 @@ from holdfast.process.errors import (
     record,
 )
 from holdfast.process.output import logs
+from tests.promises import promise, proves
 
 HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 CALLSTACK = 'Traceback (most recent call last):\n  File "t.py", line 1, in main\nValueError: boom\n'
@@ -65,6 +66,8 @@ CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:35530"
 MENTIONED = "ranks 1, 4 had finished with exit code 0 before that"
 
 
+@promise("""failures.blames-peer-closed-connection: A failure that blames a peer (a closed connection, a collective that
+    timed out) mentions the ranks of its node that had finished with exit code 0 before.""")
 @pytest.mark.parametrize(
     ("exitcode", "evidence", "detail"),
     [
@@ -151,6 +154,8 @@ JUNK = {
 }
 
 
+@promise("""failures.error-file-half-written: An error file that is half written, foreign or larger than 1 MiB is logged
+    and never raises.""")
 @pytest.mark.parametrize("name", JUNK)
 def test_a_junk_file_is_no_file_but_noted(tmp_path: Path, name: str) -> None:
     path = error_file(tmp_path, JUNK[name])
@@ -170,6 +175,7 @@ def test_a_junk_file_gives_way_to_the_evidence(tmp_path: Path, name: str) -> Non
     assert failure.evidence.note.startswith("it was slow; its error file ")
 
 
+@proves("failures.error-file-half-written")
 def test_an_oversized_file_is_junk(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     with path.open("wb") as file:
@@ -178,6 +184,8 @@ def test_an_oversized_file_is_junk(tmp_path: Path) -> None:
     assert "larger than" in failure.evidence.note
 
 
+@promise("""failures.fifo-directory-device-symbolic: A FIFO, a directory, a device or a symbolic link in the place of an
+    error file is refused, and blocks nothing.""")
 @pytest.mark.parametrize("kind", ["FIFO", "directory", "link to a file", "link to a device", "link to nothing"])
 def test_a_path_that_is_not_a_regular_file_is_refused(tmp_path: Path, kind: str) -> None:
     path, target = tmp_path / "error.json", tmp_path / "target"
@@ -195,6 +203,7 @@ def test_a_path_that_is_not_a_regular_file_is_refused(tmp_path: Path, kind: str)
     assert failure.evidence.note == f"its error file {path} is unreadable: it is not a regular file"
 
 
+@proves("failures.fifo-directory-device-symbolic")
 def test_a_file_that_is_replaced_by_a_fifo_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, regular = tmp_path / "error.json", os.lstat(__file__)
     os.mkfifo(path)
@@ -236,6 +245,7 @@ def test_both_layouts_of_an_error_file_are_read(
     assert read_error(data) == (text, callstack, timestamp)
 
 
+@proves("nodes.end-failed-run-shows")
 @pytest.mark.parametrize(
     "here",
     [
@@ -253,6 +263,9 @@ def test_another_node_shows_what_the_node_itself_shows(here: ProcessFailure) -> 
 # ChildFailedError
 
 
+@promise("failures.report-ends-cause-line: The report ends with the cause in one line of bounded length.")
+@promise("""failures.report-distinguishes-workers: The report distinguishes workers that holdfast stopped from workers
+    that failed.""")
 def test_the_report_has_the_known_layout(tmp_path: Path) -> None:
     path = error_file(tmp_path, NESTED)
     failures = {4: ProcessFailure(0, 11, -signal.SIGTERM, ""), 5: ProcessFailure(1, 12, 1, path)}
@@ -300,6 +313,7 @@ def test_a_single_failure_says_that_there_are_no_others() -> None:
     assert text.endswith("\nCause: rank 0 was killed by SIGSEGV (pid 997)")
 
 
+@promise("failures.report-many-stays-short: A report of many failures stays short and counts the rest.")
 def test_many_failures_are_cut_and_counted() -> None:
     failures = {rank: seen(1, order=rank) for rank in range(30)}
     text = str(ChildFailedError("job", failures))
@@ -312,6 +326,7 @@ def test_no_failures_is_a_mistake() -> None:
         ChildFailedError("job", {})
 
 
+@promise("failures.childfailederror-pickled: `ChildFailedError` can be pickled.")
 def test_it_survives_pickling() -> None:
     failure = seen(1, order=7, stack="s", note="n", **RAISED)
     error = ChildFailedError("job", {3: failure}, {1: "SIGTERM"})
@@ -359,6 +374,8 @@ def test_the_value_and_the_identity_of_the_function_are_kept(own_file: Path) -> 
     assert not own_file.exists()
 
 
+@promise("""failures.record-writes-exception-error: `record` writes the exception to the error file and raises it again.
+    `sys.exit(0)` in the function returns None.""")
 def test_an_exception_is_recorded_and_goes_on(own_file: Path) -> None:
     boom = ValueError("boom")
     before = int(time.time())
@@ -386,6 +403,7 @@ def test_without_an_error_file_nothing_is_written(monkeypatch: pytest.MonkeyPatc
     assert not os.path.isfile(os.devnull)
 
 
+@proves("failures.full-disk-unwritable-error")
 def test_an_unwritable_error_file_does_not_hide_the_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -426,6 +444,7 @@ def test_a_handler_of_the_users_is_used() -> None:
     assert calls == ["initialized", boom]
 
 
+@proves("failures.record-writes-exception-error")
 @pytest.mark.parametrize("code", [0, None, False])
 def test_a_successful_exit_returns_none(own_file: Path, code: object) -> None:
     assert record(raising(SystemExit(code)), QuietHandler())() is None
@@ -442,6 +461,8 @@ def test_other_ends_pass_untouched(own_file: Path, exception: BaseException) -> 
     assert not own_file.exists()
 
 
+@promise("""failures.launcher-recorded-function: A launcher within a recorded function passes on the error of its root
+    cause.""")
 def test_the_root_cause_of_a_launcher_inside_is_passed_on(own_file: Path, tmp_path: Path) -> None:
     failures = {
         0: ProcessFailure(0, 11, -15, ""),
@@ -454,6 +475,7 @@ def test_the_root_cause_of_a_launcher_inside_is_passed_on(own_file: Path, tmp_pa
     assert written == NESTED
 
 
+@proves("failures.launcher-error-file-gets")
 @pytest.mark.parametrize(
     ("failure", "cause", "callstack"),
     [

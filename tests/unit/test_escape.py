@@ -9,8 +9,12 @@ import unicodedata
 import pytest
 
 from holdfast import escape, log_lines
+from tests.promises import promise, proves
 
 
+@promise(r"""output.lines-show-control-characters: holdfast's own lines show control characters, line separators,
+    bidirectional marks and unpaired surrogates as `\x1b`, `\n` and so on, wherever the text comes from. All other
+    characters stay.""")
 @pytest.mark.parametrize(
     ("text", "as_line", "as_lines"),
     [
@@ -32,6 +36,7 @@ def test_escaping(text: str, as_line: str, as_lines: str) -> None:
     assert (escape.one_line(as_line), escape.lines(as_lines)) == (as_line, as_lines)
 
 
+@proves("output.lines-show-control-characters")
 def test_every_character_that_breaks_or_controls_a_line() -> None:
     """No character that a terminal or `splitlines` acts on passes, whichever it is."""
     for code in range(sys.maxunicode + 1):
@@ -51,6 +56,8 @@ def record(message: str, *args: object, **more: object) -> logging.LogRecord:
 FORMATTER = log_lines.LogFormatter("us: %(message)s")
 
 
+@promise("""output.log-record-line-most: A log record is one line of at most 4,000 characters. The lines of a traceback
+    follow, indented, so that none of them looks like a record.""")
 @pytest.mark.parametrize(
     ("one", "shown"),
     [

@@ -18,6 +18,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.telemetry import events
 from holdfast.telemetry.events import Event, EventSource, NodeState, RdzvEvent
+from tests.promises import promise, proves
 
 
 class Collector(logging.Handler):
@@ -166,6 +167,7 @@ def test_console_is_standard_error_also_if_that_is_replaced(
         assert screen.getvalue() == an_event().serialize() + "\n"
 
 
+@promise("events.unknown-destination-refused: An unknown destination is refused before anything starts.")
 @pytest.mark.parametrize("name", ["bogus", ""])
 def test_an_unknown_destination_is_refused_with_the_known_ones(collector: Collector, name: str) -> None:
     for call in (events.get_logging_handler, lambda name: events.record(an_event(), name)):
@@ -184,6 +186,7 @@ def test_the_same_name_gives_the_same_handler() -> None:
     assert isinstance(events.get_logging_handler(), logging.NullHandler)
 
 
+@promise("events.loglevel-silence: `LOGLEVEL` does not silence events.")
 @pytest.mark.parametrize("loglevel", ["WARNING", "nonsense"])
 def test_loglevel_neither_silences_events_nor_crashes(loglevel: str) -> None:
     code = "from holdfast.telemetry.events import *\nrecord(Event('spoken', EventSource.AGENT), 'console')\n"
@@ -236,6 +239,7 @@ def test_many_threads_meeting_a_new_destination_send_each_event_once(collector: 
     assert len(collector.texts) == 8
 
 
+@promise("events.handler-fails-causes-warning: A handler that fails causes one warning and never breaks the run.")
 def test_a_handler_that_raises_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -299,12 +303,14 @@ def full_hostname() -> Iterator[Any]:
     events.full_hostname.cache_clear()
 
 
+@promise("events.names-host-hosts-know: An event names the host as other hosts know it, never `localhost`.")
 @pytest.mark.parametrize("full", ["node7.cluster", "node7", "localhost", "localhost.localdomain"])
 def test_a_host_is_not_called_localhost(full: str, full_hostname: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.getfqdn", lambda: full)
     assert full_hostname() == (full if full.startswith("node7") else os.uname().nodename)
 
 
+@proves("output.name-server-answer-delays")
 def test_a_name_server_that_does_not_answer_is_not_waited_for(
     full_hostname: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from holdfast.errors import UserError
 from holdfast.telemetry import background, events_file
 from holdfast.telemetry.events_file import EventsFile
 from tests import support
+from tests.promises import promise, proves
 
 
 def put(path: Path | str, *lines: str) -> None:
@@ -51,6 +52,7 @@ file.close()
 """
 
 
+@promise("events.several-agents-share-file: Several agents can share one event file: each event is one whole line.")
 def test_several_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, path, str(writer)]) for writer in range(4)]
@@ -59,6 +61,7 @@ def test_several_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> 
     assert sorted(path.read_text().splitlines()) == expected
 
 
+@proves("events.full-disk-missing-directory")
 def test_a_failing_file_is_one_warning_for_each_series(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put("/dev/full", "a", "b", "c")
     fifo = tmp_path / "fifo"
@@ -77,6 +80,7 @@ def test_a_failing_file_is_one_warning_for_each_series(tmp_path: Path, caplog: p
     assert caplog.messages == lines
 
 
+@proves("failures.full-disk-reader-read", "events.full-disk-missing-directory")
 @pytest.mark.parametrize("way", ["hangs", "no thread"])
 def test_lines_that_nothing_takes_are_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
@@ -110,6 +114,8 @@ put(sys.argv[1], "after")
 """
 
 
+@promise("""events.full-disk-missing-directory: A full disk, a missing directory or a pipe without a reader does not
+    stop the run. A line that does not fit on the disk leaves no part of it in the file.""")
 def test_a_line_torn_by_a_full_disk_leaves_no_part(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     subprocess.run([sys.executable, "-c", TORN, path], check=True, timeout=60)
@@ -135,6 +141,7 @@ def test_a_torn_line_that_stays_is_ended_before_the_next(tmp_path: Path, caplog:
         os.close(reader)
 
 
+@proves("failures.full-disk-reader-read")
 @pytest.mark.parametrize(
     ("path", "problem"),
     [("events", ""), ("/dev/full", ""), ("/nowhere/at/all", "no directory /nowhere/at"), ("/dev", "is a directory")],

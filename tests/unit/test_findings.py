@@ -10,6 +10,7 @@ import pytest
 from holdfast.cli import doctor
 from holdfast.cli.checks import endpoint, findings, host
 from holdfast.cli.checks.findings import Finding, Level, Verdict
+from tests.promises import proves
 
 GIB = 1 << 30
 
@@ -53,6 +54,7 @@ CASES: list[tuple[Callable[[], Verdict], Level, str]] = [
 ]
 
 
+@proves("steering.doctor-checks-host-line")
 @pytest.mark.parametrize(("check", "level", "words"), CASES)
 def test_what_a_fact_means(check: Callable[[], Verdict], level: Level, words: str) -> None:
     found, text, fix = check()

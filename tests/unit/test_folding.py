@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.process.output import folding
 from holdfast.process.output.folding import FOLD_WAIT_S, Fold, LineFolder
+from tests.promises import promise, proves
 
 
 class Folded:
@@ -29,6 +30,9 @@ def written(fold: Fold) -> str:
 
 
 # Lines as they are written at one moment, `0a` by rank 0; what goes out at once; what goes out when the wait is over.
+@promise("""output.terminal-prefixes-line-several: On a terminal with prefixes, the same line of several ranks is shown
+    once, as `[ranks 0-3] ...`. It waits for 100 ms at most. Every rank's lines keep their order, and none is lost.
+    Lines that differ in a byte are not the same. In files and pipes nothing is folded.""")
 @pytest.mark.parametrize(
     ("ranks", "lines", "at_once", "later"),
     [
@@ -57,6 +61,7 @@ def test_lines_of_one_moment(ranks: int, lines: str, at_once: str, later: str) -
     assert folded.folder.next_deadline() is None
 
 
+@proves("output.terminal-prefixes-line-several")
 def test_a_line_waits_for_a_bounded_time() -> None:
     folded = Folded()
     assert folded.folder.next_deadline() is None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.frozen import changed, dataclass, field, frozen
+from tests.promises import promise, proves
 
 
 @frozen
@@ -189,6 +190,8 @@ def test_slots_and_identity() -> None:
     assert copy.copy(one).items == [3]
 
 
+@promise("""project.configurations-results-users: The configurations and results that users know are data classes:
+    `dataclasses.replace`, `fields` and `asdict` work, and `inspect.signature` shows the fields.""")
 @pytest.mark.parametrize("record", [Open(1, limit=2.0), Slotted(1), Point(1, name="p"), Empty()], ids=repr)
 def test_the_standard_library_takes_it_for_a_data_class(record: Any) -> None:
     assert dataclasses.is_dataclass(record)
@@ -200,6 +203,7 @@ def test_the_standard_library_takes_it_for_a_data_class(record: Any) -> None:
     assert list(inspect.signature(type(record)).parameters) == list(record.__match_args__)
 
 
+@proves("project.configurations-results-users")
 def test_the_standard_library_replaces_and_extends() -> None:
     assert dataclasses.replace(Open(1), limit=1.5) == changed(Open(1), limit=1.5) == Open(1, limit=1.5)
     wider = Wider(1, extra="x")

@@ -16,6 +16,7 @@ from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.membership.model import NodeFacts, Progress, Sealed, World
 from holdfast.rendezvous.membership.protocol import Leaving, Left
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from tests.promises import promise, proves
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,8 @@ def test_progress(progress: Progress, said: list[str], caplog: pytest.LogCapture
     assert caplog.messages == [f"run 'job7' at node1:29400: {each}" for each in said]
 
 
+@promise("""ssh.signals-reach-workers-hosts: Signals reach the workers of all hosts, and they get the signal that the
+    user sent. A second Ctrl-C kills at once; an ignored SIGHUP stays ignored.""")
 @pytest.mark.parametrize("is_for_all_nodes", [False, True])
 def test_the_others_hear_that_a_node_leaves(is_for_all_nodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, or after its workers are stopped if the others are sent the same signal."""
@@ -50,6 +53,7 @@ def test_the_others_hear_that_a_node_leaves(is_for_all_nodes: bool, monkeypatch:
 # Scripts.
 
 
+@proves("nodes.script-content-warns-once")
 def test_the_digest_tells_contents_apart_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"a": "x = 1", "b": "x = 2", "empty": "", "large": "x = 1" * 9, "larger": "x = 1" * 10}.items():
         (tmp_path / name).write_text(text)
@@ -67,6 +71,7 @@ def test_machine_code_has_no_digest() -> None:
     assert handler.digest_of(sys.executable) == ""
 
 
+@proves("nodes.script-content-warns-once")
 def test_what_is_no_file_has_no_digest(tmp_path: Path) -> None:
     """Not even one that would block its reader."""
     os.mkfifo(tmp_path / "pipe")
@@ -77,6 +82,7 @@ def test_what_is_no_file_has_no_digest(tmp_path: Path) -> None:
     assert set(os.listdir("/proc/self/fd")) == kept
 
 
+@proves("coordinator.node-keeps-lease-come")
 @pytest.mark.parametrize(("watches", "margin_s"), [(False, 35.0), (True, 55.0)])
 def test_the_coordinator_is_told_how_long_a_stop_may_take(watches: bool, margin_s: float) -> None:
     """The stacks of a hang alone may take 20 s."""
@@ -97,6 +103,7 @@ def test_the_coordinator_is_told_the_host(given: str, host: str, monkeypatch: py
     assert (made._facts.host, made.node_id.startswith(os.uname().nodename)) == (host, True)
 
 
+@proves("nodes.script-content-warns-once")
 def test_a_node_warns_once_of_each_script_that_is_not_its_own(caplog: pytest.LogCaptureFixture) -> None:
     made = handler.create_tcp_handler(RendezvousParameters("tcp", "node1:29400", "job7", 1, 4))
     made.introduce("trainer", 1, RestartPolicy(), script="dir/train.py")

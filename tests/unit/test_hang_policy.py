@@ -24,6 +24,7 @@ from holdfast.hangs.policy import (
     parse_signals,
     words,
 )
+from tests.promises import promise, proves
 
 OUTPUT, PATTERN, CPU, IO, PROGRESS = Signal.OUTPUT, Signal.PATTERN, Signal.CPU, Signal.IO, Signal.PROGRESS
 START = 1000.0
@@ -124,6 +125,8 @@ TABLE: dict[str, tuple[dict[str, Any], dict[Signal, float], tuple[float, Bound] 
 }
 
 
+@promise("""hangs.timeout-fires-time-silence: Each timeout fires at its time and not before: silence, the start phase,
+    the interval of a pattern.""")
 @pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize(("settings", "moves", "expected"), TABLE.values(), ids=TABLE)
 def test_bounds(
@@ -217,6 +220,9 @@ STORIES: dict[str, tuple[dict[str, Any], Looks]] = {
 }
 
 
+@promise("""hangs.workers-move-stacks-taken: Workers that move while their stacks are taken continue, however long that
+    takes.""")
+@proves("hangs.timeout-fires-time-silence")
 @pytest.mark.parametrize(("settings", "looks"), STORIES.values(), ids=STORIES)
 def test_stories(settings: dict[str, Any], looks: Looks) -> None:
     machine = HangMachine(HangPolicy(**settings), START)
@@ -241,6 +247,8 @@ def test_a_pattern_that_never_matches_is_complained_about_once(matched: float | 
 # Counters.
 
 
+@promise("""hangs.py-spy-read-worker: Where py-spy may not read a worker, writing its own stacks is not progress:
+    holdfast still acts on the hang.""")
 @pytest.mark.parametrize(
     ("used", "elapsed_s", "has_dumped", "expected"),
     [
@@ -279,6 +287,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@promise("""hangs.options-contradict-bad-regular: Options that contradict each other, and a bad regular expression, are
+    refused before anything starts.""")
 @pytest.mark.parametrize(("settings", "complaint"), WRONG.values(), ids=WRONG)
 def test_contradictions_are_refused(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -26,6 +26,7 @@ from holdfast.telemetry.health import AgentAlive, HealthCheckServer, create_heal
 from holdfast.telemetry.http import Page, Request, read_request
 from holdfast.telemetry.status import AgentStatus
 from tests import support
+from tests.promises import promise, proves
 
 TIMEOUT_S = 60
 
@@ -53,6 +54,7 @@ ALIVE = {"status": "alive"}
 RUNNING = {"phase": "running", "round": 2, "restarts": 1}
 
 
+@proves("health.slow-callers-junk-lack")
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
@@ -123,6 +125,7 @@ def test_over_the_wire_on_ipv4_and_ipv6(monkeypatch: pytest.MonkeyPatch) -> None
 # The port.
 
 
+@promise("health.port-use-server-fails: A port that is in use, or a server that fails, causes one warning.")
 def test_a_taken_port_is_one_warning_and_a_free_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     with serving() as first, serving(port=first.port) as second:
@@ -164,6 +167,8 @@ def test_the_port_is_released_although_the_callback_hangs(monkeypatch: pytest.Mo
 # Callers that mean no good.
 
 
+@promise("""health.slow-callers-junk-lack: Slow callers, junk and a lack of descriptors do not prevent other callers
+    from getting an answer.""")
 def test_slow_callers_do_not_keep_others_from_being_answered(no_descriptor_leak: None) -> None:
     with serving() as server, ExitStack() as callers:
         for _ in range(200):
@@ -173,6 +178,7 @@ def test_slow_callers_do_not_keep_others_from_being_answered(no_descriptor_leak:
         assert len(server._callers) <= telemetry_http._MOST_CALLERS + 1
 
 
+@proves("health.slow-callers-junk-lack")
 def test_bad_callers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow ones, ones that never end, and ones that hang up at once."""
     monkeypatch.setattr(telemetry_http, "_CALL_LIMIT_S", 0.5)  # Enough for it to be read before.
@@ -205,6 +211,7 @@ print(time.process_time(), flush=True)
 """
 
 
+@proves("health.slow-callers-junk-lack")
 def test_without_descriptors_nothing_spins_and_the_caller_waits() -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SHORTAGE], **pipes) as process:
@@ -252,6 +259,7 @@ def test_a_loop_that_waits_is_not_busy() -> None:
     os.close(write_fd)
 
 
+@proves("nodes.agent-loop-turned-whole")
 def test_a_loop_in_a_hook_is_busy_but_not_stuck() -> None:
     busy_time = BusyTime()
     with busy_time.measured_here():
@@ -275,6 +283,7 @@ def test_until_there_is_an_agent_the_process_is_alive() -> None:
     assert own.condition() == {"status": "alive", "phase": "joining", "round": 0, "restarts": 0}
 
 
+@promise("health.invalid-port-number-refused: An invalid port number is refused before anything starts.")
 @pytest.mark.parametrize("text", ["x", "-1", "65536", "tcp://10.0.0.1:80"])
 def test_a_port_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(health.PORT_VARIABLE, text)
@@ -282,6 +291,7 @@ def test_a_port_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None
         publisher.health_address()
 
 
+@proves("cli.address-serve-health-port")
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a host it is the loopback address, so that only those who ask for it are reached from outside."""
     monkeypatch.delenv(health.PORT_VARIABLE, raising=False)
@@ -316,6 +326,7 @@ class Broken:
         raise OSError("no, again")
 
 
+@proves("health.port-use-server-fails")
 def test_a_server_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     server = Broken()
     with health.served(server), health.served(server):

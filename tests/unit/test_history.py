@@ -19,6 +19,7 @@ from holdfast.rendezvous.membership.restart_policy import Advance
 from holdfast.telemetry import history
 from holdfast.telemetry.history import History
 from holdfast.telemetry.status import plain
+from tests.promises import promise, proves
 from tests.unit.test_phases import PAIR, RETRY, UP_TO_2, failed, joined, left, returned, succeeded
 
 Change = Callable[[History], History]
@@ -117,6 +118,7 @@ def told_of(changes: tuple[Change, ...], now: float) -> History:
     return told
 
 
+@proves("steering.status-history-run-node")
 @pytest.mark.parametrize("name", TABLE)
 def test_times(name: str) -> None:
     changes, now, rounds, sums = TABLE[name]
@@ -150,6 +152,7 @@ def test_the_json_form() -> None:
     }  # fmt: skip
 
 
+@proves("steering.status-history-run-node")
 def test_it_is_bounded_and_sums_stay_right() -> None:
     told, now = History(), 0.0
     for round in range(1, 301):
@@ -167,6 +170,7 @@ ENDS = st.sampled_from([*history.RESTART_CAUSES])
 STEPS = st.lists(st.tuples(st.sampled_from(["begin", "run", "stop", "amend"]), st.floats(0, 9), ENDS), max_size=40)
 
 
+@proves("steering.status-history-run-node")
 @given(STEPS, st.booleans())
 def test_parts_are_never_more_than_the_whole(steps: list[tuple[str, float, str]], has_ended: bool) -> None:
     told, now, round = History(), 0.0, 0
@@ -218,6 +222,7 @@ HISTORIES: dict[str, tuple[list[tuple[float, Any]], list[tuple[int, str | None]]
 }  # fmt: skip
 
 
+@proves("steering.status-history-run-node")
 @pytest.mark.parametrize("name", HISTORIES)
 def test_the_history_of_a_run(name: str) -> None:
     events, rounds, restarts, cause = HISTORIES[name]
@@ -231,6 +236,8 @@ def test_the_history_of_a_run(name: str) -> None:
     assert (shown["rounds"][0]["cause"], shown["is_whole"]) == (cause, True)
 
 
+@promise("""steering.workers-report-progress-failed: If workers report progress, what a failed round did after the last
+    of it counts as lost.""")
 def test_what_nodes_say_of_their_last_progress_counts() -> None:
     """It is a number of seconds before the stop: no clock of a node is compared with another. The last progress of any
     node is that of the round."""
@@ -246,6 +253,7 @@ def test_what_nodes_say_of_their_last_progress_counts() -> None:
     assert shown["phase_s"] == {"forming": 1.0, "running": 60.0, "stopping": 2.0}
 
 
+@promise("steering.coordinator-took-over-begins: A coordinator that took over begins its history anew, and says so.")
 def test_a_coordinator_that_took_over_begins_anew() -> None:
     machine = Membership(100.0, Memory(last_round=3, members=("a/0", "b/0"), restarts_used=1, settings=PAIR))
     place = Place(1, 3, 0, 2, (("default", 1),))

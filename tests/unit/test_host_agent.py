@@ -11,6 +11,7 @@ import pytest
 from holdfast.hosts import host_agent
 from holdfast.hosts.host_agent import AgentOrder, HostAgent
 from tests import support
+from tests.promises import promise, proves
 
 
 @pytest.fixture
@@ -30,6 +31,7 @@ def order(tmp_path: Path, source: str, **environment: str) -> AgentOrder:
     return AgentOrder(("run",), str(tmp_path), environment, without=("OMP_NUM_THREADS",), grace_s=30.0)
 
 
+@proves("ray.output-job-read-workers")
 def test_output_is_kept_until_it_was_fetched(agent: HostAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PET_NNODES", "7")
@@ -54,6 +56,7 @@ def test_output_is_kept_until_it_was_fetched(agent: HostAgent, tmp_path: Path, m
     assert lines == f"{tmp_path} secret set()\nno newline\n".encode()
 
 
+@promise("ray.output-job-read-workers: If the output of a job is not read, its workers wait, and nothing is lost.")
 def test_an_agent_waits_for_a_caller_that_does_not_read(agent: HostAgent, tmp_path: Path) -> None:
     """What is kept is bounded, and nothing is lost."""
     agent.start(order(tmp_path, "for _ in range(400_000): print('0123456789')"))
@@ -68,6 +71,7 @@ def test_an_agent_waits_for_a_caller_that_does_not_read(agent: HostAgent, tmp_pa
     assert agent.wait() == (0, "")
 
 
+@proves("ray.head-killed-job-stopped")
 def test_a_caller_that_is_silent_ends_the_agent(tmp_path: Path) -> None:
     agent = HostAgent(lease_s=2.0)
     agent.start(order(tmp_path, "import signal; signal.pause()"))
@@ -88,6 +92,7 @@ def test_a_signal_is_passed_on(agent: HostAgent, tmp_path: Path) -> None:
     assert agent.wait()[0] == 128 + signal.SIGTERM
 
 
+@proves("ray.wrong-input-missing-unreachable")
 def test_a_directory_that_the_node_does_not_have(agent: HostAgent) -> None:
     with pytest.raises(FileNotFoundError, match="there is no directory '/nowhere' on this host"):
         agent.start(AgentOrder(("run",), "/nowhere", {}, 30.0))

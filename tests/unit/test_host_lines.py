@@ -11,8 +11,10 @@ from holdfast.hosts.console import EngineConsole
 from holdfast.hosts.host_lines import HostLines
 from holdfast.hosts.own_lines import labelled, names_text
 from tests import support
+from tests.promises import proves
 
 
+@proves("ray.submit-starts-agent-node")
 def test_lines_of_workers_are_passed_on_and_own_lines_get_the_name_of_their_host() -> None:
     view = HostLines(sorts_by_rank=False)
     view.open("node1")
@@ -25,6 +27,7 @@ def test_lines_of_workers_are_passed_on_and_own_lines_get_the_name_of_their_host
     )
 
 
+@proves("ssh.line-host-lost-torn")
 def test_the_same_words_of_several_hosts_are_shown_once() -> None:
     view = HostLines(sorts_by_rank=False)
     for host in "abcde":
@@ -87,6 +90,7 @@ def test_every_line_of_ours_gets_the_name() -> None:
     assert labelled(text, "n") == "holdfast: n: one\nholdfast: n: two\nholdfast run: error: n: three\nother\n"
 
 
+@proves("ssh.console-takes-more-holds")
 def test_a_console_that_takes_no_more_can_be_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for it can go on, also with later output, which is dropped."""
     reader, writer = os.pipe()

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.cli.arguments import command_line
 from holdfast.hosts.job import JobSpec
+from tests.promises import promise
 
 
 def job(**values: object) -> JobSpec:
@@ -17,6 +18,8 @@ def test_the_number_of_nodes_is_written_as_the_option_has_it(least: int, most: i
     assert job(min_nodes=least, max_nodes=most).nnodes == text
 
 
+@promise("""engines.agents-starts-import-stray: Agents that an engine starts do not import stray modules of the working
+    directory.""")
 def test_the_command_of_an_agent_is_read_as_it_was_meant() -> None:
     command = job(options=("--max-restarts=3",), nproc_per_node="4", program=("--odd.py", "--lr", "0.1")).agent_command(
         "--rdzv-backend=tcp", "--rdzv-endpoint=node1:29400"

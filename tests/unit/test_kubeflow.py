@@ -23,6 +23,7 @@ from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.e2e.command import clean_environment
 from tests.post_receiver import PostReceiver
+from tests.promises import promise, proves
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/ml/trainjobs/train/status"
 RUNNING = AgentStatus(round=2, node=0, nodes=4, restarts_used=1)
@@ -50,11 +51,13 @@ def test_what_is_told(step: int, total: int | None, percentage: int | None) -> N
     assert told(ENDED, step, total)[0] == 100
 
 
+@proves("kubernetes.under-kubeflow-trainer-node")
 def test_other_nodes_are_silent() -> None:
     assert report(changed(RUNNING, node=1), 42, 100) is None
     assert report(changed(RUNNING, node=None), 42, 100) is None
 
 
+@proves("kubernetes.under-kubeflow-trainer-node")
 def test_the_form_is_that_of_kubeflow() -> None:
     api = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not there")
     body = {"trainerStatus": {**report(RUNNING, 42, 100), "lastUpdatedTime": "2026-01-02T03:04:05Z"}}  # type: ignore[dict-item]
@@ -131,6 +134,7 @@ def post_once(to: Destination) -> Poster:
     return poster
 
 
+@proves("kubernetes.under-kubeflow-trainer-node")
 def test_what_changes_is_posted_once(trainer: PostReceiver, token: Path, to: Destination) -> None:
     steps = [3]
     poster = Poster(to, lambda: report(RUNNING, steps[0], 10))
@@ -155,6 +159,8 @@ def test_token_and_certificate_may_be_given_themselves(trainer: PostReceiver, to
     assert trainer.next_post()[1]["Authorization"] == "Bearer plain.token"
 
 
+@promise("""kubernetes.trainer-refuses-hangs-reached: A trainer that refuses, hangs or cannot be reached costs one line
+    in the log. Its token is neither logged nor given to workers.""")
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -180,6 +186,7 @@ def test_a_refusal_is_one_line(
     assert "projected" not in line
 
 
+@proves("kubernetes.trainer-refuses-hangs-reached")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -202,6 +209,7 @@ def test_a_server_that_cannot_be_reached_is_one_line(
     assert trainer.posts.empty()
 
 
+@proves("kubernetes.trainer-refuses-hangs-reached")
 def test_a_server_that_hangs_holds_nothing_up(to: Destination, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubeflow, "_END_PATIENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:  # It takes connections, and says nothing.
@@ -231,6 +239,9 @@ def run(script: str, **given: str) -> str:
     return ended.stdout
 
 
+@promise("""kubernetes.under-kubeflow-trainer-node: Under Kubeflow's trainer the node of rank 0 posts the progress that
+    the workers report, and what has changed alone.""")
+@proves("kubernetes.trainer-refuses-hangs-reached")
 @pytest.mark.parametrize("has_path", [True, False], ids=["path", "token"])
 def test_a_run_posts_its_progress(trainer: PostReceiver, to: Destination, tmp_path: Path, has_path: bool) -> None:
     """The program may use the file with the token, too; a token itself stays with the agent."""

@@ -15,6 +15,7 @@ import pytest
 from holdfast.cli import submit
 from holdfast.cli.arguments import command_line
 from tests.pods import Tree, action_on, documents_of, expanded, job_of
+from tests.promises import promise, proves
 
 FULL = (
     *("--namespace", "ml", "--gpus-per-node", "8", "--cpu", "16", "--memory", "64Gi", "--shm-size", "4Gi"),
@@ -70,6 +71,9 @@ def is_kept(tree: Any, found: Any) -> bool:
     return bool(tree == found)
 
 
+@promise("""kubernetes.render-prints-manifests: `holdfast render kubernetes` prints manifests that the schemas of
+    Kubernetes and the models of Kubeflow accept, for a Job, a JobSet and a TrainJob. So do the commands in
+    docs/engines.md.""")
 @pytest.mark.parametrize("options", [(), FULL, ("--nnodes", "3")], ids=["plain", "full", "three"])
 @pytest.mark.parametrize("version", ["1.31", "1.33", "1.37"])
 def test_a_job_is_valid(render: Render, options: tuple[str, ...], version: str) -> None:
@@ -79,6 +83,7 @@ def test_a_job_is_valid(render: Render, options: tuple[str, ...], version: str) 
         check_schema(document, version)
 
 
+@proves("kubernetes.render-prints-manifests")
 @pytest.mark.parametrize("options", [(), FULL, ("--set-restarts", "2")], ids=["plain", "full", "restarts"])
 @pytest.mark.parametrize(
     ("kind", "models"),
@@ -104,6 +109,7 @@ def test_a_jobset_and_a_trainjob_are_valid(
     check_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train"}, "spec": spec})
 
 
+@proves("kubernetes.render-prints-manifests")
 def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "engines.md").read_text()
     commands = re.findall(r"^holdfast render kubernetes (.*?)(?: > .*)?$", page, re.MULTILINE)
@@ -131,6 +137,8 @@ def test_the_command_of_the_agent(render: Render) -> None:
     assert read_command(render("--exit-barrier-timeout", "1m")).exit_barrier_timeout == 60
 
 
+@promise("""kubernetes.arguments-reach-script-typed: Arguments reach the script as they were typed, also those that
+    Kubernetes would read otherwise.""")
 def test_arguments_reach_the_script_as_they_are(render: Render) -> None:
     odd = ("$HOME", "$(POD_IP)", "$$(POD_IP)", "yes", "3", "a: b", "", "'\"\\", "ä\u2028\x85", "line\nbreak", "- x")
     assert read_command(render(script=("train.py", *odd))).training_script_args == [*odd]
@@ -141,6 +149,7 @@ def test_where_the_nodes_meet_may_be_elsewhere(render: Render) -> None:
     assert (read.rdzv_backend, read.rdzv_endpoint, read.node_rank) == ("etcd", "etcd:2379", 0)
 
 
+@promise("kubernetes.token-manifest-workers-get: The token is not in the manifest, and the workers do not get it.")
 def test_the_token_is_not_in_the_manifest(
     render: Render, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +163,7 @@ def test_the_token_is_not_in_the_manifest(
     assert "HOLDFAST_TOKEN" not in render()
 
 
+@proves("nodes.host-lost-second-time")
 def test_the_agent_knows_the_machine_that_its_pod_is_on(render: Render) -> None:
     """A pod's own name stays when its machine is replaced."""
     found = {each["name"]: each for each in container_of(job_of(documents_of(render()))[0])["env"]}
@@ -172,6 +182,7 @@ def test_resources(render: Render) -> None:
     assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "8"}}
 
 
+@proves("kubernetes.sigterm-ends-pod-grace")
 @pytest.mark.parametrize(
     ("options", "grace_s"),
     [
@@ -189,6 +200,7 @@ def test_the_grace_of_the_pod_is_longer_than_that_of_the_workers(
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == grace_s
 
 
+@proves("kubernetes.nnodes-min-max-run")
 @pytest.mark.parametrize(
     ("nnodes", "numbers", "enough"), [("2", (2, 2, 0), None), ("2:4", (4, 4, 2), [{"succeededCount": 2}])]
 )
@@ -198,6 +210,9 @@ def test_how_many_pods(render: Render, nnodes: str, numbers: tuple[int, int, int
     assert spec.get("successPolicy", {}).get("rules") == enough
 
 
+@promise("""steering.stop-ends-run-nodes: `holdfast stop` ends a run on all nodes with grace, and every agent exits with
+    94: engines do not start such a run again.""")
+@proves("kubernetes.exit-codes-agents-fit")
 @pytest.mark.parametrize(
     ("code", "is_disrupted", "action"),
     [
@@ -236,6 +251,8 @@ def test_the_job_is_named_after_the_script(render: Render, script: tuple[str, ..
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
+@promise("""kubernetes.name-amount-time-refuse: A name, an amount or a time that Kubernetes would refuse is refused with
+    one line.""")
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [

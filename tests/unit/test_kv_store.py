@@ -11,6 +11,7 @@ from holdfast.rendezvous.coordinator.kv_store import KeyValues
 from holdfast.rendezvous.coordinator.limits import Limits
 from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
+from tests.promises import promise, proves
 
 _numbers = itertools.count(1)
 
@@ -100,6 +101,7 @@ def test_who_waits_too_long_is_told_some_of_the_missing_keys() -> None:
 # The generation.
 
 
+@proves("coordinator.store-lost-process-plug")
 @pytest.mark.parametrize("operation", ["set", "get", "wait", "check", "add", "compare_set", "delete"])
 def test_a_request_of_another_generation_is_refused(operation: str) -> None:
     store = KeyValues(b"second")
@@ -126,6 +128,9 @@ def bounded(store_bytes: int) -> KeyValues:
     return KeyValues(limits=Limits(store_bytes=store_bytes))
 
 
+@promise("""coordinator.store-bound-request-most: The store has one bound, a request has at most 16,384 keys, and half
+    messages of strangers are bounded together.""")
+@proves("coordinator.run-store-keeps-limits")
 def test_a_full_store_takes_all_of_a_request_or_nothing() -> None:
     store = bounded(6000)
     ask(store, "set", "big", values=(bytes(1000),))
@@ -145,6 +150,7 @@ def test_many_small_keys_count_for_what_they_cost() -> None:
     assert 100 < taken < 1000
 
 
+@proves("coordinator.store-bound-request-most", "coordinator.synchronize-get-barrier-10")
 def test_not_too_many_wait() -> None:
     store = bounded(10_000)
     answers = [ask(store, "get", "k", client=f"c{number}", timeout_s=5.0) for number in range(100)]
@@ -210,6 +216,7 @@ class CountedGroup(int):
         return CountedGroup(int(self) - other)
 
 
+@proves("coordinator.synchronize-get-barrier-10")
 def test_a_key_that_comes_and_goes_costs_one_step_however_many_wait_for_it() -> None:
     store = KeyValues()
     for number in range(5000):
@@ -232,6 +239,7 @@ def test_many_that_are_late_are_told_a_part_at_a_time() -> None:
     assert store.next_deadline() is None
 
 
+@proves("coordinator.synchronize-get-barrier-10")
 def test_ten_thousand_wait_for_one_key() -> None:
     store = KeyValues()
     key = "round/12/a_prefix_of_the_usual_length/last_member"
@@ -243,6 +251,7 @@ def test_ten_thousand_wait_for_one_key() -> None:
     assert [client for client, _ in woken] == ranks
 
 
+@proves("coordinator.synchronize-get-barrier-10")
 @pytest.mark.parametrize("step", [1, -1])
 def test_a_wait_for_many_keys_costs_no_more_for_those_that_come_and_go(step: int) -> None:
     """Each key appears when the next one was deleted: one is always missing."""

@@ -6,8 +6,11 @@ from signal import SIGTERM
 
 from holdfast import procfs
 from holdfast.process.workers.ladder import ANSWER_PATIENCE_S, Action, Ladder
+from tests.promises import promise, proves
 
 
+@promise("""ownership.kill-ladder-reason-stop: The kill ladder is the same for every reason to stop: signal, grace
+    period, kill, check that all are gone. A second Ctrl-C only shortens the grace period.""")
 def test_nothing_is_killed_before_the_grace_is_over() -> None:
     ladder = Ladder(SIGTERM, 30.0, 100.0)
     assert (ladder.is_killed, ladder.deadline) == (False, 130.0)
@@ -24,6 +27,7 @@ def test_the_trees_are_killed_as_soon_as_no_leader_is_left() -> None:
     assert (ladder.is_killed, ladder.deadline) == (True, None)
 
 
+@proves("ownership.kill-ladder-reason-stop")
 def test_haste_only_shortens_the_grace() -> None:
     ladder = Ladder(SIGTERM, 30.0, 100.0)
     ladder.hurry(60.0, 101.0)
@@ -34,6 +38,7 @@ def test_haste_only_shortens_the_grace() -> None:
     assert ladder.deadline == 102.0 + ANSWER_PATIENCE_S, "the spawner keeps its time to answer"
 
 
+@proves("ownership.kill-ladder-reason-stop")
 def test_a_spawner_that_does_not_answer_is_killed_once() -> None:
     assert ANSWER_PATIENCE_S > procfs.KILL_PATIENCE_S, "it names what it cannot kill"
     ladder = Ladder(SIGTERM, 0.0, 100.0)

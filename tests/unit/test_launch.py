@@ -17,6 +17,7 @@ from holdfast.errors import HostError
 from holdfast.rendezvous.coordinator import launch, state_file
 from holdfast.rendezvous.coordinator.launch import NotThisHost, Orders, PortTaken
 from holdfast.rendezvous.settings import NodeSettings, TlsFiles
+from tests.promises import promise, proves
 
 # Addresses that are set apart for documentation: no host has them.
 ANOTHER_HOST = "192.0.2.1"
@@ -37,6 +38,7 @@ def listening(host: str, port: int) -> socket.socket:
     return sock
 
 
+@proves("coordinator.listens-endpoint-address")
 def test_a_bound_socket_refuses_until_it_listens() -> None:
     with launch.bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
@@ -121,6 +123,8 @@ def test_only_one_is_about_to_start_a_coordinator(monkeypatch: pytest.MonkeyPatc
     assert seen == [FIRST, SECOND]
 
 
+@promise("""coordinator.user-host-neither-prevent: Another user of the host can neither prevent a coordinator from being
+    started nor read or replace its memory.""")
 def test_another_user_cannot_keep_a_coordinator_from_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """By taking what can be taken: names of abstract sockets, and locks on files that every user can open."""
     started: list[NodeSettings] = []

@@ -27,6 +27,7 @@ from holdfast.agent.lifecycle import (
 )
 from holdfast.errors import InternalError
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
+from tests.promises import promise
 
 NOW = 1000.0
 PEERS_TIMEOUT_S = 300.0
@@ -166,6 +167,7 @@ def test_ended_stays_ended(kind: type) -> None:
     assert state(machine) == before
 
 
+@promise("restarts.events-round-over-dropped: Events of a round that is over are dropped.")
 @pytest.mark.parametrize("kind", IN_A_ROUND, ids=name)
 @pytest.mark.parametrize("phase", [phase for phase in AgentPhase if phase is not AgentPhase.IDLE])
 def test_what_speaks_of_a_round_that_is_over_is_dropped(phase: AgentPhase, kind: type) -> None:
@@ -218,6 +220,7 @@ def test_endings(life: str) -> None:
     assert machine.unkillable == ((4711,) if UNKILLABLE in events else ())
 
 
+@promise("restarts.lost-place-cuts-grace: A lost place cuts the grace period of workers that are being stopped short.")
 def test_a_lost_place_cuts_the_grace_short() -> None:
     machine = machine_in(AgentPhase.RUNNING)
     assert take(machine, stopped(1)) == [StopWorkers(1, at_once=False)]

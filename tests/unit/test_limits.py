@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.rendezvous.coordinator.limits import Bucket, Limits
 from holdfast.rendezvous.coordinator.log import RunLog, shown
+from tests.promises import proves
 
 
 class Clock:
@@ -52,6 +53,7 @@ def test_what_a_peer_said_is_quoted_if_it_is_odd_and_never_long(text: str, line:
     assert shown(text) == line
 
 
+@proves("coordinator.decision-peer-caused-line")
 def test_lines_about_a_run_are_rationed(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     lines = RunLog("job", Limits(lines_at_once=15, lines_a_second=1), clock, [].append)

@@ -12,6 +12,7 @@ from holdfast.observe.dashboard import picture
 from holdfast.observe.log_tail import LogPiece, LogTail, Part
 from holdfast.process.output import log_files
 from holdfast.process.output.log_files import CHUNK_BYTES
+from tests.promises import promise, proves
 
 
 class Log:
@@ -72,6 +73,7 @@ def test_a_long_log_begins_near_its_end_with_a_whole_line(log: Log) -> None:
     assert (part.note.endswith("MB of the log come before this"), part.begins_anew) == (True, False)
 
 
+@proves("dashboard.follows-log-chosen-rank")
 def test_a_flood_is_not_read_to_the_end(log: Log) -> None:
     tail = picture.tail_for(None)
     log.append("begin\n")
@@ -82,6 +84,8 @@ def test_a_flood_is_not_read_to_the_end(log: Log) -> None:
     assert (log.look(tail), tail.is_at_end) == (Part(), True)
 
 
+@promise("""dashboard.follows-log-chosen-rank: It follows the log of a chosen rank through restarts and to its last
+    line, shows earlier attempts, and takes stacks. A log that grows too fast is not read whole.""")
 def test_every_attempt_is_read_to_its_end(log: Log) -> None:
     tail = LogTail()
     log.append("old\n")
@@ -124,6 +128,7 @@ def test_a_log_that_was_cut_or_replaced(log: Log) -> None:
     assert log.look(tail).text == "other\n"
 
 
+@proves("steering.logs-endpoint-shows-last")
 def test_last_words_are_shown_once_and_only_after_all_before_them(log: Log) -> None:
     log.append("one\n")
     tail, late = LogTail(), LogTail()
@@ -174,6 +179,8 @@ class Reader:
         return self._capsys.readouterr().out
 
 
+@promise("""steering.logs-splits-character-log: `holdfast logs` splits no character of a log that grows, and `--tail`
+    begins with a whole line.""")
 @pytest.mark.parametrize("character", ["é", "€", "🏖"])
 def test_a_character_is_not_split_between_two_looks(
     character: str, log: Log, capsys: pytest.CaptureFixture[str]
@@ -185,6 +192,7 @@ def test_a_character_is_not_split_between_two_looks(
     assert shown == f"a{character}b\n"
 
 
+@proves("steering.logs-splits-character-log")
 def test_a_character_is_not_split_between_two_pieces(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     text = "x" + "é" * CHUNK_BYTES
     log.append(f"{text}\n")
@@ -197,6 +205,7 @@ def test_a_character_that_is_never_complete_is_shown_at_the_end(log: Log, capsys
     assert (reader.read(), reader.finish()) == ("", "\\xc3\n")
 
 
+@proves("steering.logs-splits-character-log")
 @pytest.mark.parametrize("line", ["x" * 99, "é" * 99, "x" * 3 * CHUNK_BYTES])
 def test_the_tail_begins_with_a_whole_line(line: str, log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.append(f"{line}\n" * 2000 if len(line) < 100 else f"{line}\nlast\n")
@@ -204,6 +213,7 @@ def test_the_tail_begins_with_a_whole_line(line: str, log: Log, capsys: pytest.C
     assert set(shown) == ({line} if len(line) < 100 else {"last"})
 
 
+@proves("steering.logs-splits-character-log")
 def test_the_tail_of_a_line_that_grows_is_not_shown(log: Log, capsys: pytest.CaptureFixture[str]) -> None:
     log.append("x" * 2 * CHUNK_BYTES)
     reader = Reader(log, capsys)

@@ -25,6 +25,7 @@ from holdfast.process.output.logs import (
     to_map,
 )
 from tests import support
+from tests.promises import promise, proves
 
 Envs = dict[int, dict[str, str]]
 
@@ -111,6 +112,8 @@ class TestLayout:
         assert {rank: env["TORCHELASTIC_ERROR_FILE"] for rank, env in envs.items()} == dest.error_files
 
     # For each case: stdout's entry in stdouts and tee_stdouts, as "file", "null", "console" or None (no entry).
+    @promise("""output.streams-go-redirects-tee: Streams go where `--redirects`, `--tee` and `--local-ranks-filter` say,
+        by rank.""")
     @pytest.mark.parametrize(
         ("redirects", "tee", "ranks_filter", "expected"),
         [
@@ -146,12 +149,15 @@ class TestLayout:
         }
         assert (names[dest.stdouts[0]], names[dest.tee_stdouts.get(0)]) == expected
 
+    @proves("output.streams-go-redirects-tee")
     def test_filter_applies_to_stderr_too_and_a_choice_may_name_ranks_beyond_nine(self, tmp_path: Path) -> None:
         dest = DefaultLogsSpecs(str(tmp_path), tee=Std.ERR, local_ranks_filter={11}).reify(envs_for(12))
         assert dest.stdouts == {**dict.fromkeys(range(11), "/dev/null"), 11: ""}
         assert set(dest.tee_stderrs) == {11}
         assert dest.stderrs[0].endswith("/0/stderr.log")
 
+    @promise("""output.start-group-log-directory: Every start of the group has its own log directory. None is reused or
+        deleted.""")
     def test_every_reify_has_its_own_directory_and_none_is_deleted(self, tmp_path: Path) -> None:
         specs, other = (DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT) for _ in range(2))
         other.reify(envs_for(1))
@@ -184,6 +190,7 @@ class TestLayout:
         specs.reify(envs)
         assert envs[0]["TORCHELASTIC_ERROR_FILE"].startswith(str(tmp_path))
 
+    @promise("output.dev-null-log-dir: With `/dev/null` as the log dir no logs are kept.")
     def test_dev_null_keeps_nothing(self) -> None:
         specs = DefaultLogsSpecs("/dev/null", Std.ALL, Std.ALL, {0})
         envs = envs_for(2)
@@ -201,6 +208,7 @@ class TestLayout:
 
 
 class TestRunId:
+    @promise("output.text-run-id: Any text can be a run id.")
     @pytest.mark.parametrize(
         ("run_id", "start"),
         [
@@ -230,6 +238,7 @@ class TestRunId:
 
 
 class TestLogDir:
+    @proves("output.unusable-log-dir-refused")
     @pytest.mark.parametrize("below", ["", "sub", "sub/dir"])
     def test_a_file_is_not_a_directory(self, tmp_path: Path, below: str) -> None:
         (tmp_path / "file").write_text("")
@@ -242,6 +251,7 @@ class TestLogDir:
         assert "Not a directory" in str(caught.value)
         assert caught.value.errno == errno.ENOTDIR
 
+    @promise("output.unusable-log-dir-refused: An unusable log dir is refused before anything starts.")
     @pytest.mark.parametrize(
         ("path", "reason"),
         [
@@ -275,6 +285,7 @@ class TestLogDir:
         assert f"log directory {path!r}" in done.stdout, done.stderr
         assert "Permission denied" in done.stdout
 
+    @proves("output.log-dir-becomes-unusable")
     def test_a_place_that_is_lost_costs_the_logs_until_it_is_back(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -316,6 +327,8 @@ class TestTemporaryDirectory:
         specs.remove_if_unused()
         assert not Path(specs.root_log_dir).exists()
 
+    @promise("""output.temporary-log-directory-files: A temporary log directory without files is removed, and so are the
+        error files of restarts in it unless the run has failed. A user's log dir is left alone.""")
     def test_unused_is_removed_and_can_be_used_again(self, temp_dir: Path) -> None:
         specs = DefaultLogsSpecs(redirects=Std.OUT)
         for _ in range(2):
@@ -326,6 +339,7 @@ class TestTemporaryDirectory:
             assert list(temp_dir.iterdir()) == []
             specs.remove_if_unused()
 
+    @proves("output.temporary-log-directory-files")
     def test_used_is_kept(self, temp_dir: Path) -> None:
         specs = DefaultLogsSpecs()
         dest = specs.reify(envs_for(2))
@@ -368,6 +382,9 @@ def test_a_block_whose_output_goes_to_a_file_if_there_is_one(tmp_path: Path) -> 
 
 
 class TestLatest:
+    @promise("""output.latest-log-directory-leads: `latest` in the log directory leads to the newest attempt, unless a
+        file of the user has that name. The line that says that the workers are started says where the log files
+        are.""")
     def test_leads_to_the_newest_attempt_of_the_newest_run(self, tmp_path: Path) -> None:
         for specs in (DefaultLogsSpecs(str(tmp_path)), DefaultLogsSpecs(str(tmp_path))):
             for attempt in range(2):
@@ -377,6 +394,7 @@ class TestLatest:
                 assert here.endswith(f"attempt_{attempt}")
         assert not os.path.isabs(os.readlink(tmp_path / "latest")), "the directory may be moved, or mounted elsewhere"
 
+    @proves("output.latest-log-directory-leads")
     def test_a_file_of_the_user_stays(self, tmp_path: Path) -> None:
         (tmp_path / "latest").write_text("mine")
         DefaultLogsSpecs(str(tmp_path)).reify(envs_for(1))

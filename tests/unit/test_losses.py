@@ -13,6 +13,7 @@ from holdfast.rendezvous.membership.model import Memory, NodeFacts, Place, Setti
 from holdfast.rendezvous.membership.nodes import NodeTable
 from holdfast.rendezvous.membership.protocol import Join
 from holdfast.rendezvous.membership.restart_policy import Advance, Budget, GiveUp, Restart, RestartPolicy
+from tests.promises import promise, proves
 
 LIMIT_2 = RestartPolicy(loss_limit=2, loss_window_s=100.0)
 USED_UP = "the 2 allowed restarts after lost nodes within 100 s are used up (--loss-limit 2)"
@@ -38,6 +39,10 @@ ROUNDS: dict[str, tuple[RestartPolicy, list[tuple[float, Advance | None]], str]]
 }  # fmt: skip
 
 
+@promise("""nodes.most-loss-limit-restarts: At most `--loss-limit` restarts (20) within `--loss-window` (1 h) follow
+    lost or expelled nodes; then the run ends on all nodes with exit code 93. Announced leaves do not count, also if the
+    node is killed before it is gone, and a round with progress begins the count anew. `--no-progress-limit` counts
+    rounds with lost nodes, too. The counts survive the coordinator.""")
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["", "each round another coordinator"])
 @pytest.mark.parametrize("name", ROUNDS)
 def test_how_often_the_run_goes_on(name: str, is_replaced: bool) -> None:
@@ -68,6 +73,12 @@ def lost(*times: float, host: str = "h") -> Losses:
     return losses
 
 
+@promise("""nodes.host-lost-second-time: A host that is lost for the second time within an hour waits before its next
+    node is admitted: 10 s, then twice as long each time, up to 10 min. The node is told why and `holdfast status` names
+    it. It never holds up a round that can form without it; if there are too few nodes without it, the others wait for
+    it, and the join timeout names it. Many nodes of a host that are lost together are one loss, and its other nodes do
+    not wait. If all nodes of a round are lost, no host is to blame. A host is its name, on Kubernetes the name of the
+    machine.""")
 @pytest.mark.parametrize(
     ("count", "delay_s"), [(0, 0), (1, 0), (2, 10), (3, 20), (4, 40), (7, 320), (8, 600), (9, 600), (100, 600)]
 )
@@ -91,6 +102,7 @@ def test_losses_are_forgotten_after_an_hour() -> None:
     assert losses.noted_in(Memory(), RestartPolicy(), 9999.0).host_loss_ages_s == ()
 
 
+@proves("nodes.host-lost-second-time")
 def test_many_nodes_of_a_host_are_lost_once_in_a_round() -> None:
     losses = Losses(0.0, Memory())
     for at in range(8):
@@ -100,6 +112,7 @@ def test_many_nodes_of_a_host_are_lost_once_in_a_round() -> None:
     assert held_s(losses, 9.0) == 10.0
 
 
+@proves("nodes.host-lost-second-time")
 def test_no_host_is_to_blame_if_all_members_of_a_round_were_lost() -> None:
     losses, nodes = Losses(0.0, Memory()), NodeTable()
     for round, hosts in ((1, "hg"), (2, "h"), (3, "hgf")):
@@ -115,6 +128,7 @@ def test_no_host_is_to_blame_if_all_members_of_a_round_were_lost() -> None:
     assert [held_s(losses, 40.0, host) for host in "hgf"] == [0.0, 10.0, 0.0]
 
 
+@proves("nodes.host-lost-second-time")
 def test_a_node_that_was_there_until_the_end_of_the_round_does_not_wait() -> None:
     """It is on a host of which other nodes were lost."""
     losses = lost(0.0, 1.0)

@@ -23,6 +23,7 @@ from holdfast.rendezvous.membership.model import (
     is_loopback,
 )
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from tests.promises import promise, proves
 
 MEMBERS = (
     NodeFacts("a", address="h1", port=4, role="r", local_world_size=2, script="5c"),
@@ -49,6 +50,8 @@ def size_of(members: list[NodeFacts]) -> int:
     return len(encode(Sealed(members[-1].key, world.place_of(members[-1].key))))
 
 
+@promise("""coordinator.place-large-world-equal: A place in a large world of equal nodes, or of two kinds that
+    alternate, is as short as in a small world. Any world of 100,000 nodes fits into a message.""")
 def test_a_place_in_a_large_world_of_likes_is_small() -> None:
     members = [NodeFacts(str(at), local_world_size=8) for at in range(10_000)]
     place = World.of(1, 1, members).place_of("9999/0")
@@ -57,12 +60,14 @@ def test_a_place_in_a_large_world_of_likes_is_small() -> None:
     assert size_of(members) - size_of(members[:1]) < 20
 
 
+@proves("coordinator.place-large-world-equal")
 def test_a_place_in_a_large_world_of_alternating_shapes_is_small() -> None:
     members = [NodeFacts(str(at), role="ab"[at % 2], local_world_size=1 + at % 3) for at in range(100_000)]
     assert size_of(members[:10_000]) < 500
     assert size_of(members) < 2000
 
 
+@proves("coordinator.place-large-world-equal")
 def test_a_large_world_of_any_shapes_fits_into_a_message() -> None:
     draw = random.Random(1)
     kinds = [(f"role-{number}", number + 1) for number in range(MAX_SHAPES)]
@@ -98,6 +103,7 @@ def test_without_shapes_the_nodes_know_nothing_of_each_other() -> None:
     assert Place(0, 1, 0, 2).shape_of_each() == []
 
 
+@proves("nodes.script-content-warns-once")
 @pytest.mark.parametrize(
     ("first", "own", "is_other"),
     [

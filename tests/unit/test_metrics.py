@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.telemetry import metrics
 from holdfast.telemetry.metrics import MetricData, MetricHandler
+from tests.promises import proves
 
 
 class Collector(MetricHandler):
@@ -94,6 +95,7 @@ def test_a_handler_that_raises_costs_one_warning_each(collector: Collector, capl
     assert len(collector.data) == 2
 
 
+@proves("events.handler-fails-causes-warning")
 def test_a_measured_function_works_whatever_its_handler_does() -> None:
     metrics.configure(Broken())
     assert metrics.prof(lambda: 3)() == 3

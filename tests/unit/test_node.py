@@ -48,6 +48,7 @@ from holdfast.rendezvous.membership.protocol import (
     Return,
     Succeeded,
 )
+from tests.promises import promise, proves
 
 LEASE_S = 2.0
 JOINED_AT = 10.0
@@ -241,6 +242,8 @@ LATE = [
 ]
 
 
+@promise("""nodes.once-lease-expired-nothing: Once the lease has expired, nothing restores the place: neither a late
+    answer nor a late report.""")
 @pytest.mark.parametrize("event", LATE, ids=lambda event: type(event).__name__)
 def test_after_the_lease_nothing_brings_the_place_back(event: Any) -> None:
     node = member()
@@ -257,6 +260,7 @@ def test_within_the_lease_they_count(event: Any) -> None:
     assert node.standing is Standing.MEMBER
 
 
+@proves("nodes.once-lease-expired-nothing")
 def test_a_join_after_the_lease_is_a_strangers() -> None:
     [join] = said(member().step(JoinRequested(2), TOO_LATE))
     assert (join.facts.key, join.has_lost_place) == ("n/1", True)
@@ -293,6 +297,7 @@ def test_a_standing_changes_only_as_the_picture_says() -> None:
     assert {standing for each in STANDING_CHANGES for standing in (each[0], each[2])} == set(Standing)
 
 
+@proves("nodes.agent-loop-turned-whole")
 def test_a_place_that_is_lost_because_the_agent_is_stuck() -> None:
     node = member()
     notice = Notice("the agent's loop has not turned for 2.0 s, so its heartbeats stop")

@@ -26,6 +26,7 @@ from holdfast.rendezvous.membership.node_lease import (
     TimePassed,
 )
 from holdfast.rendezvous.membership.protocol import Heartbeat, HeartbeatAnswer
+from tests.promises import promise, proves
 
 # The lease, as the agent counts it, is 9 s.
 SETTINGS = LeaseSettings(heartbeat_s=2.0, lease_s=10.0, reconnect_grace_s=1.0, backoff_first_s=0.25, backoff_cap_s=1.0)
@@ -238,6 +239,9 @@ def play(lease: NodeLease, script: Script) -> None:
         assert lease.step(event, at) == expected, f"{event} at {at}"
 
 
+@promise("""nodes.gives-connection-nothing-arrived: A node gives up a connection on which nothing has arrived for a
+    lease, and opens another.""")
+@proves("nodes.agent-loop-turned-whole")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str) -> None:
     play(NodeLease(SETTINGS), SCRIPTS[name])
@@ -335,6 +339,8 @@ def test_a_deadline_that_was_kept_is_not_named_again(settings: LeaseSettings, is
         now = due_at
 
 
+@promise("""nodes.isolation-continue-never-gives: With `--on-isolation continue` a node never gives up its place by its
+    own clock.""")
 def test_those_who_prefer_running_on_never_lose_their_place() -> None:
     lease = NodeLease(SETTINGS, may_outlive_lease=True)
     play(lease, [*CONNECTED, (101.0, PlaceTaken(1, 101.0), []), (102.0, Disconnected(), [])])

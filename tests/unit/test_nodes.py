@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.rendezvous.membership.model import NodeFacts, Settings, Stage
 from holdfast.rendezvous.membership.nodes import Node, NodeTable, rejection_of
+from tests.promises import proves
 
 
 def add(nodes: NodeTable, name: str, now: float, stage: Stage = Stage.WAITING, rank: int | None = None) -> Node:
@@ -154,6 +155,7 @@ def test_incarnations() -> None:
     assert nodes.earlier_self(a2) is None
 
 
+@proves("coordinator.10-000-nodes-return")
 def test_nothing_grows_with_the_nodes_that_have_been_there() -> None:
     """Nodes that come and go, connections that break, ranks that are requested: for as long as a run lasts."""
 

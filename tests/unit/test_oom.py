@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.failures.oom import MemoryKills, evidence, memory_killer_counter
+from tests.promises import promise
 
 MIB = 1024 * 1024
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -189,6 +190,7 @@ def test_this_machine_answers_without_an_error() -> None:
     assert count is None or count.kills >= 0
 
 
+@promise("failures.report-says-kernel-killed: The report says so if the kernel killed a worker because of memory.")
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [

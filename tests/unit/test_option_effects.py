@@ -32,6 +32,7 @@ from holdfast.process.workers.cpus import AffinityMode, NumaOptions
 from holdfast.rendezvous.membership.model import Admit, AgentStore, Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
+from tests.promises import promise
 from tests.unit.test_cli_run import RECORDER, install_logs_specs
 from tests.unit.test_engine_detection import SKYPILOT
 
@@ -204,6 +205,7 @@ def names_of(*, of_hosts: bool) -> list[str]:
     return [option.name for option in OPTIONS if (option.group == HOSTS) is of_hosts]
 
 
+@promise("cli.option-effect-agent-workers: Every option has its effect on the agent, its workers or the rendezvous.")
 @pytest.mark.parametrize("name", names_of(of_hosts=False))
 def test_every_option_has_its_effect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     effect = EFFECTS[name]

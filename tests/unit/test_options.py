@@ -18,6 +18,7 @@ from holdfast.cli.arguments import command_line, options, parser
 from holdfast.cli.arguments.options import OPTIONS, Option, RunArguments
 from holdfast.cli.arguments.parser import RunParser, help_text
 from holdfast.process.output.logs import Std
+from tests.promises import promise, proves
 from tests.unit.test_option_effects import EFFECTS, HOST_EFFECTS
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,8 @@ def ways_to_write(option: Option) -> list[list[str]]:
     return [words for name in names for words in ([[name]] if option.is_flag else [[name, text], [f"{name}={text}"]])]
 
 
+@promise("""cli.option-works-dashes-underscores: Every option works with dashes and with underscores, shortened if
+    unambiguous, and from its `PET_*` variable.""")
 def test_every_option_in_both_spellings() -> None:
     for option in OPTIONS:
         seen = [getattr(parse(*words, "x.py"), option.dest) for words in ways_to_write(option)]
@@ -86,6 +89,7 @@ def test_every_option_in_both_spellings() -> None:
         assert seen[0] != option.default_value
 
 
+@proves("cli.option-works-dashes-underscores")
 def test_every_variable_and_that_the_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     for option in [each for each in OPTIONS if each.variable]:
         assert option.variable is not None
@@ -112,6 +116,8 @@ def test_names_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         assert getattr(parse("x.py"), name) == BY_NAME[name].default_value
 
 
+@promise("""cli.grace-period-name-shutdown: `--grace-period` is another name for `--shutdown-timeout`: the last one
+    given counts, and both override the environment.""")
 def test_two_names_for_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one that is given counts, and either counts more than both variables."""
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")
@@ -140,6 +146,7 @@ def test_arguments_that_a_program_has_made_itself() -> None:
 TIME = "is not a duration such as 30, 30s, 5m or 2h"
 
 
+@proves("cli.address-serve-health-port")
 @pytest.mark.parametrize(
     ("read", "text", "value"),
     [
@@ -195,6 +202,7 @@ def test_values(read: Callable[[str], Any], text: str, value: object) -> None:
     assert value.fullmatch(str(seen)) if isinstance(value, re.Pattern) else seen == value
 
 
+@proves("cli.wrong-value-causes-line")
 @pytest.mark.parametrize(
     ("variable", "text", "line"),
     [
@@ -210,6 +218,7 @@ def test_bad_variables(
     assert refused(capsys, "x.py") == f"environment variable {variable}: {line}"
 
 
+@proves("cli.wrong-value-causes-line")
 @pytest.mark.parametrize(
     ("tokens", "line"),
     [
@@ -257,10 +266,13 @@ SHORTENED = """
 """
 
 
+@proves("cli.option-added-later-written")
 def test_options_that_may_be_shortened() -> None:
     assert {option.flags[-1] for option in OPTIONS if not option.in_full} == {f"--{name}" for name in SHORTENED.split()}
 
 
+@promise("""cli.option-added-later-written: An option that was added later must be written in full, so a shortened name
+    keeps its meaning.""")
 def test_a_newer_option_must_be_written_in_full(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +287,7 @@ def test_a_newer_option_must_be_written_in_full(
     assert refused(capsys, "--zebr", "x.py") == "unknown option --zebr; did you mean --zebra?"
 
 
+@proves("cli.option-works-dashes-underscores")
 @pytest.mark.parametrize(
     ("tokens", "dest", "value"),
     [
@@ -300,6 +313,8 @@ def test_ways_to_write_an_option(tokens: list[str], dest: str, value: object) ->
     assert (parsed.training_script, parsed.training_script_args) == ("x.py", [])
 
 
+@promise("""cli.arguments-script-belong-script: All arguments after the script belong to the script. Options of a
+    launcher among them cause a warning.""")
 @pytest.mark.parametrize(
     ("tokens", "script", "rest"),
     [
@@ -328,6 +343,8 @@ def test_options_and_defaults_that_a_caller_adds() -> None:
     assert parser.parse_args(["--level", "7", "x.py"]).level == 7
 
 
+@promise("""cli.run-help-shows-twenty: `run --help` shows the twenty options that most runs need, `run --help-all` all
+    of them.""")
 @pytest.mark.parametrize("width", [80, 100])
 def test_help(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     """The twenty options that most runs need; all of them on request."""
@@ -357,6 +374,8 @@ def test_help_goes_to_stdout_even_if_the_environment_is_wrong(
     assert out.err == ""
 
 
+@promise("""cli.documents-help-names-wheel: The documents that `--help` names are in the wheel, and `--help` says where
+    they are.""")
 def test_help_says_where_the_documents_are_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,6 +396,8 @@ def test_help_says_where_the_documents_are_that_it_names(
     assert parser.documents_line() == f"docs/ is {tmp_path / 'docs'}"
 
 
+@promise("""cli.help-docs-md-match: `--help` and docs/cli.md match the parsers of all commands, and every environment
+    variable is explained.""")
 def test_docs_are_up_to_date() -> None:
     made = subprocess.run([sys.executable, "docs/make_cli.py"], capture_output=True, text=True, check=True, cwd=ROOT)
     assert made.stderr == ""

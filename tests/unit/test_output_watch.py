@@ -15,6 +15,7 @@ from holdfast.hangs.policy import Signal
 from holdfast.hangs.watch import UsageMeter
 from holdfast.process.output import output_watch
 from holdfast.process.output.output_watch import OutputWatch
+from tests.promises import proves
 from tests.support import wait_until
 
 
@@ -70,6 +71,7 @@ def test_matching_lines_are_counted_by_worker() -> None:
     assert everywhere.matches_of(0) == (1.0, output_watch._COUNTED_MAX)
 
 
+@proves("hangs.failure-watch-ends-healthy")
 def test_a_pattern_that_takes_too_long_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -54,6 +54,7 @@ from holdfast.rendezvous.membership.protocol import (
     TimePassed,
 )
 from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
+from tests.promises import promise, proves
 
 Script = list[tuple[float, Any, list[Any]]]
 TIME = TimePassed()
@@ -736,16 +737,28 @@ def memory_of(commands: list[Any]) -> Memory:
     return [command.memory for command in commands if isinstance(command, Remember)][-1]
 
 
+@promise("""nodes.newcomers-arrive-admit-delay: Newcomers that arrive within `--admit-delay` (5 s) of the first one are
+    admitted together: the round is stopped once, or as soon as there is no more room. Newcomers that are gone again do
+    not stop it. Each is told when it will be admitted.""")
+@promise("""nodes.member-know-round-message: If a member does not know of its round because the message was lost, the
+    coordinator repeats it. Messages that the member sent before do not cost it its place.""")
+@promise("""coordinator.node-run-closes-node: Only a node of the run closes it. No node can make a run use up the
+    numbers of its rounds, or make the coordinator keep much.""")
 @pytest.mark.parametrize("name", ALL)
 def test_rules(name: str) -> None:
     after(ALL[name])
 
 
+@promise("""coordinator.restart-earlier-charged: After a restart of the coordinator, earlier charged restarts still
+    count, by how long ago they were. A failure that was already judged is not charged again. A round number that a node
+    has seen is never used again. A run that had ended is not started again.""")
 @pytest.mark.parametrize("name", RECOVERING)
 def test_rules_after_the_coordinator_was_restarted(name: str) -> None:
     play(Membership(0.0, MEMORY), RECOVERING[name])
 
 
+@promise("""coordinator.lost-memory-learns-last: A coordinator that has lost its memory learns the last round from the
+    nodes, and seals nothing for a whole lease.""")
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_rules_after_the_coordinator_has_lost_its_memory(name: str) -> None:
     after(FORGETFUL[name])
@@ -754,6 +767,7 @@ def test_rules_after_the_coordinator_has_lost_its_memory(name: str) -> None:
 # After a coordinator was replaced.
 
 
+@proves("coordinator.restart-earlier-charged")
 def test_a_remembered_outcome_is_told_to_whoever_comes() -> None:
     run = Membership(0.0, replace(MEMORY, outcome=SUCCESS))
     play(run, [(0.0, joined("a", PAIR), [Tell(keys("a"), Ended(SUCCESS))])])
@@ -761,6 +775,9 @@ def test_a_remembered_outcome_is_told_to_whoever_comes() -> None:
     play(run, [(2.0, left("a"), []), (2.0, left("b"), []), (10.0, TIME, [ForgetRun()])])
 
 
+@promise("""nodes.rejected-settings-differ-requested: A node is rejected if its settings differ, or if another node has
+    requested its rank. The message names both values, and the run is not disturbed. If none of the run's nodes is
+    connected, the message says so, and when the run will be forgotten.""")
 def test_the_first_to_come_after_a_restart_does_not_fix_the_settings() -> None:
     run = Membership(0.0, replace(MEMORY, settings=RETRY))
     other, words = replace(RETRY, max_nodes=3), "--nnodes 2:3, this run has --nnodes 2"
@@ -770,6 +787,7 @@ def test_the_first_to_come_after_a_restart_does_not_fix_the_settings() -> None:
     play(run, [(2.0, joined("c", RETRY), standby("c", 3, "2 nodes"))])
 
 
+@proves("coordinator.lost-memory-learns-last")
 def test_restarts_that_a_node_knows_of_are_used_up() -> None:
     """Whatever was written down is gone with the disk that it was on."""
     first = (0.0, joined("a", RETRY, A3), [*written(3, 1), *stop("", "a has left the round", 3)])
@@ -782,6 +800,7 @@ def test_restarts_that_a_node_knows_of_are_used_up() -> None:
     play(run, [(53.0, joined("b", RETRY, place(4, 1, used=1)), end)])
 
 
+@proves("coordinator.restart-earlier-charged")
 def test_a_round_that_a_node_has_seen_is_never_used_again() -> None:
     run = after(
         [(0.0, knows("a", PAIR, 8), written(8)), (0.0, joined("b", PAIR), []), (1.0, TIME, progress("a b", 2, 2, 29.0))]
@@ -812,6 +831,7 @@ MANY_LOSSES = Memory(
 )
 
 
+@proves("coordinator.10-000-nodes-return")
 def test_the_memory_fits_into_a_value_of_etcd() -> None:
     """1.5 MB by default. Whatever the nodes are called, and however many restarts and classes of failures there are."""
     long, names = "\U0001f600", frozenset(f"{number:03}" + "\U0001f600" * 253 for number in range(256))
@@ -832,6 +852,9 @@ def test_the_memory_fits_into_a_value_of_etcd() -> None:
 # Restarts.
 
 
+@promise("""restarts.coordinator-replaced-backoff: A coordinator that is replaced while a backoff runs waits for the
+    rest of it.""")
+@proves("coordinator.restart-earlier-charged")
 def test_a_failure_that_was_judged_before_is_not_charged_again() -> None:
     """1. b fails, 2. a restart is charged, and waits for its backoff, 3. the coordinator is replaced, 4. b joins the
     next one, still with what it failed of. The rest of the backoff is waited for."""
@@ -847,6 +870,7 @@ def test_a_failure_that_was_judged_before_is_not_charged_again() -> None:
     assert memory_of(run.step(closes(by="b"), 4.0)).backoff_left_s == 0.0
 
 
+@proves("restarts.coordinator-replaced-backoff")
 def test_what_is_left_of_a_backoff_is_written_down() -> None:
     """Also before a restart that is not counted; and by a coordinator that writes because of something else."""
     policy = RestartPolicy(0, backoff_s=8.0, backoff_cap_s=1e6, uncounted_exit_codes=frozenset({9}))
@@ -877,6 +901,7 @@ def fails(run: Membership, of: Settings, at: float, round: int) -> list[Any]:
     return run.step(joined("a", of, place(round, 0, 1)), at)
 
 
+@proves("coordinator.restart-earlier-charged")
 @pytest.mark.parametrize(("every_s", "is_end"), [(86_400.0, False), (60.0, True)])
 def test_what_was_charged_before_the_restart_of_the_coordinator_counts(every_s: float, is_end: bool) -> None:
     """With 5 in 10 minutes: 7 restarts in 7 days do no harm, those of the last minutes do."""
@@ -894,6 +919,7 @@ def test_what_was_charged_before_the_restart_of_the_coordinator_counts(every_s: 
     assert run.restarts_used == (used if is_end else 8)
 
 
+@proves("coordinator.10-000-nodes-return", "coordinator.node-run-closes-node")
 def test_no_number_that_a_node_sends_sizes_anything() -> None:
     of = settings(1, 2, policy=RestartPolicy(10**9, window_s=600.0))
     most = Place(1, 2**52, 2**17 - 2, 2**17 - 1, (("default", 1),), restarts_used=50_000_000)
@@ -911,6 +937,7 @@ def test_no_number_that_a_node_sends_sizes_anything() -> None:
     assert time.thread_time() - began < 0.5
 
 
+@proves("coordinator.node-run-closes-node")
 def test_nothing_large_that_a_node_says_is_kept_for_the_story_or_the_outcome() -> None:
     """A run of 1,000 nodes that all fail, with all the evidence that may be sent."""
     of = settings(1000, 1000, policy=RestartPolicy(9))
@@ -928,6 +955,7 @@ def test_nothing_large_that_a_node_says_is_kept_for_the_story_or_the_outcome() -
     assert [each.node for each in run._present.failures.values()] == [*(f"n{number}" for number in range(8)), "n900"]
 
 
+@proves("coordinator.node-run-closes-node")
 def test_a_run_has_a_bounded_number_of_kinds_of_nodes() -> None:
     of = settings(1, 5000)
     run = Membership(0.0)
@@ -938,6 +966,7 @@ def test_a_run_has_a_bounded_number_of_kinds_of_nodes() -> None:
     assert run.step(joined("alike", of, local_world_size=7), 0.0) == []
 
 
+@proves("coordinator.node-run-closes-node")
 def test_no_node_can_make_a_run_use_up_the_numbers_of_its_rounds() -> None:
     too_much = "it claims to know of round {}, this run is at {}"
     run = Membership(0.0)
@@ -970,6 +999,7 @@ WITHOUT_B: Script = [
 ]
 
 
+@proves("coordinator.node-keeps-lease-come")
 def test_one_that_does_not_come_back_from_a_stop_is_lost_a_lease_after_it_was_expelled() -> None:
     run = after(WITHOUT_B)
     play(run, [(47.0, heard("a"), []), (60.0, heard("b"), []), (90.0, heard("a"), []), (95.9, TIME, [])])
@@ -1001,6 +1031,10 @@ def test_a_member_of_an_adopted_round_has_its_own_grace() -> None:
     play(run, [(120.0, joined("a", RETRY, A3), ended("b a", gave_up("b", USED_UP), 3, 1))])
 
 
+@promise("""coordinator.node-keeps-lease-come: A node that keeps its lease but does not come back from a stop is lost
+    after its grace period and a margin, and the others report which one it was. Many such nodes are reported at once.
+    The margin is what the agents of the round need: 35 s, or 55 s with a limit for hangs, because stacks may take 20 s;
+    at most 60 s.""")
 def test_a_stop_takes_as_long_as_a_member_says_that_it_may_need() -> None:
     """Stacks of workers that hang take up to 20 s. With a margin of 15 s the node would be expelled, uncharged, in
     every round."""
@@ -1042,6 +1076,7 @@ def alone(of: Settings, **fields: Any) -> Membership:
     return run
 
 
+@proves("nodes.most-loss-limit-restarts")
 @pytest.mark.parametrize("how", ["left", "leaves and is killed"])
 def test_a_node_that_announces_its_leave_is_not_lost(how: str) -> None:
     run = alone(TWICE)
@@ -1050,6 +1085,7 @@ def test_a_node_that_announces_its_leave_is_not_lost(how: str) -> None:
     assert (run.phase, run.round) == (Phase.RUNNING, 11)
 
 
+@proves("nodes.most-loss-limit-restarts")
 def test_progress_begins_the_count_of_losses_anew() -> None:
     run = alone(TWICE)
     for round in (1, 3, 5, 7, 9):
@@ -1057,6 +1093,7 @@ def test_progress_begins_the_count_of_losses_anew() -> None:
         assert (run.phase is Phase.ENDED) == (round == 9)
 
 
+@proves("nodes.most-loss-limit-restarts")
 def test_losses_survive_the_coordinator() -> None:
     run = alone(TWICE)
     for round in (1, 3):
@@ -1141,12 +1178,14 @@ HELD: dict[str, tuple[Memory, Script]] = {
 }  # fmt: skip
 
 
+@proves("nodes.host-lost-second-time")
 @pytest.mark.parametrize("name", HELD)
 def test_a_host_that_was_lost_repeatedly_waits(name: str) -> None:
     memory, script = HELD[name]
     play(Membership(0.0, memory), script)
 
 
+@proves("nodes.host-lost-second-time")
 def test_what_a_node_waits_for_is_written_down_before_it_is_told() -> None:
     """1. b joins and stops a round by that, 2. it dies before the next one, 3. the same again."""
     run = alone(HOSTS_2)
@@ -1169,6 +1208,7 @@ def test_what_a_node_waits_for_is_written_down_before_it_is_told() -> None:
 # Settings.
 
 
+@proves("etcd-runs.nodes-left-first-round")
 @pytest.mark.parametrize(
     ("story", "is_fixed"),
     [
@@ -1235,6 +1275,9 @@ def crowd() -> Membership:
     return run
 
 
+@promise("""coordinator.10-000-nodes-return: 10,000 nodes return to a new coordinator, get their places again, are lost
+    or rejected at a cost that grows linearly. No number that a node sends sizes anything, and the memory fits into a
+    value of etcd.""")
 def test_very_many_nodes_are_adopted() -> None:
     run = Membership(0.0)
     back = [returned(f"n{number}", CROWD, place(3, number, MANY)) for number in range(MANY)]
@@ -1244,6 +1287,7 @@ def test_very_many_nodes_are_adopted() -> None:
     assert (run.phase, run.world.missing, len(run.world.keys)) == (Phase.RUNNING, 0, MANY)
 
 
+@proves("coordinator.10-000-nodes-return")
 def test_very_many_nodes_that_have_stopped_are_taken_up() -> None:
     """After a failure that the coordinator before did not live to judge."""
     run, last = Membership(0.0), [place(3, number, MANY) for number in range(MANY)]
@@ -1253,18 +1297,21 @@ def test_very_many_nodes_that_have_stopped_are_taken_up() -> None:
     assert (run.phase, run.round, run.restarts_used) == (Phase.FORMING, 3, 1), "nothing is sealed for a lease"
 
 
+@proves("coordinator.10-000-nodes-return")
 def test_very_many_nodes_are_told_again_of_their_place() -> None:
     run = crowd()
     assert took_s(run, [joined(f"n{number}", CROWD) for number in range(MANY)], 1.0) < 2.0
     assert run.step(joined("n77", CROWD), 1.0) == told_place("n77", 77, 1, MANY)
 
 
+@proves("coordinator.10-000-nodes-return")
 def test_very_many_nodes_are_lost() -> None:
     run = crowd()
     assert took_s(run, [*(closed(f"n{number}") for number in range(1, MANY))], 1.0) + took_s(run, [TIME], 21.0) < 2.0
     assert (len(run.nodes), run.phase) == (1, Phase.STOPPING)
 
 
+@proves("coordinator.node-keeps-lease-come")
 def test_very_many_nodes_do_not_stop() -> None:
     run = crowd()
     play(run, [(1.0, failed("n0"), broke("n0", " ".join(f"n{number}" for number in range(MANY))))])
@@ -1277,6 +1324,7 @@ def test_very_many_nodes_do_not_stop() -> None:
     assert len(expelled) == MANY - 1
 
 
+@proves("coordinator.10-000-nodes-return")
 def test_very_many_nodes_are_refused_while_many_wait() -> None:
     run, of = Membership(0.0), settings(MANY, MANY + 1)
     for number in range(MANY - 1):
@@ -1307,6 +1355,7 @@ def test_deadlines(name: str) -> None:
     assert after(script).next_deadline() == expected
 
 
+@proves("nodes.order-events-run-machine")
 def test_phases_change_only_as_the_picture_says() -> None:
     run = after([*formed(ONE, "a"), (1.0, succeeded("a"), ended("a", SUCCESS))])
     with pytest.raises(InternalError, match=r"a run cannot go from ENDED to RUNNING; before:\n0\.000 Join a/0 -> "):
@@ -1368,6 +1417,7 @@ def test_why_rounds_ended_is_told_with_the_outcome_and_survives_the_coordinator(
     assert [each.message.outcome.earlier for each in told if isinstance(each, Tell)] == [earlier]
 
 
+@proves("cli.progress-limit-restarts-row")
 def test_progress_of_any_member_counts_and_the_count_survives_the_coordinator() -> None:
     of = settings(2, 2, policy=RestartPolicy(9, no_progress_limit=1))
     run = after(formed(of))

@@ -11,6 +11,7 @@ import pytest
 from holdfast.process import preload
 from holdfast.process.spawner import command
 from tests import support
+from tests.promises import proves
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def test_auto_finds_nothing_in_what_is_not_python(tmp_path: Path, source: str | 
     assert preload.resolved(("auto",), sys.executable, [str(path)]) == ()
 
 
+@proves("workers.preload-work-line-says")
 @pytest.mark.parametrize(
     ("entrypoint", "args", "method", "expected"),
     [

@@ -14,6 +14,7 @@ import pytest
 
 from holdfast import procfs
 from tests import support
+from tests.promises import promise, proves
 
 # Starts a child, which starts another, which says that it is there; all of them wait to be killed.
 NEST = """
@@ -109,6 +110,8 @@ def test_marks() -> None:
     process.wait()
 
 
+@promise("""stopping.owner-workers-killed-agent: If the owner of the workers was killed, the agent finds the processes
+    that they had started by mark and by session, and touches no other process.""")
 def test_sweeping_finds_by_mark_and_by_session_and_nobody_else() -> None:
     token = uuid.uuid4().hex
     with_mark = [start_marked(f"{token}.0"), start_marked(f"{token}.12", start_new_session=True)]
@@ -141,6 +144,7 @@ def test_processes_of_other_users_do_not_stop_the_ladder(monkeypatch: pytest.Mon
     procfs.kill(1)
 
 
+@proves("hangs.failure-watch-ends-healthy")
 @pytest.mark.parametrize(
     ("code", "stdin", "is_at_prompt"),
     [

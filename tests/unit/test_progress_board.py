@@ -14,6 +14,7 @@ import pytest
 
 import holdfast
 from holdfast import progress_board
+from tests.promises import promise, proves
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,9 @@ def on(board: progress_board.Board, index: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(progress_board.VARIABLE, board.address(index))
 
 
+@promise("""hangs.progress-never-raises-harm: `holdfast.progress()` never raises and does no harm: without a watch, with
+    a step that is no number, in threads and forked children, with the shared memory gone or belonging to another
+    process.""")
 def test_without_holdfast_it_does_nothing() -> None:
     holdfast.progress()
     holdfast.progress(step=3)
@@ -66,6 +70,7 @@ def test_how_many_steps_there_will_be(board: progress_board.Board, monkeypatch: 
     assert (board.read(1)[1], board.total(1)) == (43, None)
 
 
+@proves("hangs.progress-never-raises-harm")
 @pytest.mark.parametrize("step", ["seven", 1.5, 1 << 70, object(), [1]])
 def test_a_step_that_is_no_number_still_counts(
     step: object, board: progress_board.Board, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +102,7 @@ def test_an_address_that_leads_nowhere(address: str, monkeypatch: pytest.MonkeyP
     holdfast.progress(step=2)
 
 
+@proves("hangs.progress-never-raises-harm")
 def test_a_stale_address_that_is_somebody_elses_file_by_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent is gone and its pid and descriptor are somebody else's: nothing is written there."""
     theirs = tmp_path / "theirs"
@@ -106,6 +112,7 @@ def test_a_stale_address_that_is_somebody_elses_file_by_now(tmp_path: Path, monk
     assert theirs.read_bytes() == b"precious " * 100
 
 
+@proves("hangs.progress-never-raises-harm")
 def test_the_board_goes_away_under_a_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     board = progress_board.Board(1)
     on(board, 0, monkeypatch)
@@ -124,6 +131,7 @@ def test_nobody_can_make_the_board_smaller(board: progress_board.Board) -> None:
         os.ftruncate(file.fileno(), 0)
 
 
+@proves("hangs.progress-never-raises-harm")
 def test_a_forked_child_writes_to_its_own_slot(board: progress_board.Board, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker may be a fork of a process that has called it before, with or without a board."""
     holdfast.progress(step=1)
@@ -136,6 +144,7 @@ def test_a_forked_child_writes_to_its_own_slot(board: progress_board.Board, monk
     assert board.read(2)[1] == 5
 
 
+@proves("hangs.progress-never-raises-harm")
 def test_threads_may_all_call_it(board: progress_board.Board, monkeypatch: pytest.MonkeyPatch) -> None:
     on(board, 0, monkeypatch)
 

@@ -14,6 +14,7 @@ from holdfast.telemetry import http, prometheus
 from holdfast.telemetry.history import History
 from holdfast.telemetry.http import KeptPage, Page
 from holdfast.telemetry.status import AgentStatus, WorkerStatus, plain
+from tests.promises import promise, proves
 from tests.unit.test_run_status import PAIR_RUNS, look
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "observability.md"
@@ -45,6 +46,7 @@ def value(page: Page, name: str, run_id: str = "job7", **labels: str) -> float |
     return samples(page).get((name, tuple(sorted({"run_id": run_id, **labels}.items()))))
 
 
+@proves("health.port-agent-metrics-metrics")
 @pytest.mark.parametrize(
     ("name", "labels", "expected"),
     [
@@ -83,6 +85,7 @@ def test_what_is_not_known_is_not_shown() -> None:
     assert (value(page, "holdfast_agent_nodes"), value(page, "holdfast_agent_world_size")) == (0, 0)
 
 
+@proves("health.http-coordinator-metrics-run")
 def test_what_a_coordinator_says_of_its_run() -> None:
     page = prometheus.run_page(plain(look(PAIR_RUNS, 10.0)))
     found = [value(page, f"holdfast_run_{name}") for name in ("round", "nodes", "nodes_max", "world_size")]
@@ -93,6 +96,7 @@ def test_what_a_coordinator_says_of_its_run() -> None:
     assert samples(prometheus.run_page({})) == {("holdfast_coordinator_runs", ()): 0}
 
 
+@promise("health.hostile-run-ids-host: Hostile run ids, host names and roles stay inside their labels.")
 @pytest.mark.parametrize(
     "name",
     [

@@ -40,6 +40,7 @@ from holdfast.rendezvous.membership.protocol import MAJOR, Join, Return
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.membership.round import Round
 from holdfast.telemetry.stragglers import LINES, STEPS, Straggler
+from tests.promises import promise, proves
 
 FACTS = NodeFacts("node-a", 3, "10.0.0.1", 4711, "trainer", 8, 2, 12.5, "0123456789abcdef")
 POLICY = RestartPolicy(3, 600.0, 1.0, 30.0, frozenset({13}), frozenset({"SyntaxError"}), frozenset({143}))
@@ -193,6 +194,8 @@ def test_any_messages_survive_any_cut(decoder: Any, drawn: st.DataObject, random
 # Everything else.
 
 
+@promise("""coordinator.peer-sends-known-message: A peer sends a known message with valid values, or loses its
+    connection. Lengths are checked before anything is stored.""")
 @given(st.sampled_from(list(DECODERS)), st.binary(max_size=300))
 def test_junk_is_refused_or_awaited_and_nothing_else(decoder: Any, data: bytes) -> None:
     try:
@@ -353,12 +356,14 @@ def with_value(record: Any, path: str, value: Any) -> Any:
     return change(record, **{name: value})
 
 
+@proves("coordinator.peer-sends-known-message")
 @pytest.mark.parametrize(("message", "path", "value", "words"), SENSELESS)
 def test_values_that_make_no_sense(message: Any, path: str, value: Any, words: str) -> None:
     [decoder] = [each for each, kinds in DECODERS.items() if type(message) in map(type, kinds)]
     assert words in refused(encode(with_value(message, path, value)), decoder)
 
 
+@proves("nodes.end-failed-run-shows")
 @pytest.mark.parametrize("filler", ["x", "\0", "\U0001f600", "\ud800"])
 def test_a_failure_can_be_cut_to_what_may_be_sent(filler: str) -> None:
     """Not all of what a worker leaves is text that can be sent: JSON and paths may have halves of characters."""
@@ -376,6 +381,7 @@ def test_a_failure_can_be_cut_to_what_may_be_sent(filler: str) -> None:
     assert protocol.clipped(FAILURE) == FAILURE
 
 
+@proves("nodes.end-failed-run-shows")
 @pytest.mark.parametrize(
     "other",
     [
@@ -422,6 +428,7 @@ def test_memory_is_read_back_as_it_was_written() -> None:
 # Sizes.
 
 
+@proves("coordinator.peer-sends-known-message")
 def test_a_long_message_is_refused_by_its_length_alone() -> None:
     assert "longer than the 1048576" in refused(struct.pack("!I", MAX_MESSAGE_BYTES + 1))
 
@@ -438,6 +445,7 @@ def test_the_largest_message_passes_and_one_byte_more_is_not_sent() -> None:
         encode(request(room + 1))
 
 
+@proves("coordinator.peer-sends-known-message")
 def test_strangers_may_send_less() -> None:
     stream = Frames(MAX_HANDSHAKE_BYTES)
     stream.feed(struct.pack("!I", MAX_HANDSHAKE_BYTES + 1))
@@ -459,6 +467,8 @@ def test_the_longest_run_id_fits_into_a_handshake() -> None:
 # Seals.
 
 
+@promise("""coordinator.keys-connection-valid-token: The keys of a connection are valid for one token, run, pair of
+    nonces and endpoint.""")
 def test_keys_are_for_one_token_run_pair_of_nonces_and_endpoint() -> None:
     args = (b"key", (b"coordinator's", b"agent's"), "run", "10.0.0.1:1")
     others: list[Any] = [
@@ -484,6 +494,7 @@ def two_sides() -> tuple[Frames, Frames]:
     return agent, coordinator
 
 
+@proves("coordinator.token-frame-sealed-heard")
 def test_sealed_frames_arrive_in_both_directions() -> None:
     agent, coordinator = two_sides()
     for number in range(3):
@@ -501,6 +512,7 @@ def test_the_largest_message_fits_into_a_sealed_frame() -> None:
         coordinator.next()
 
 
+@proves("coordinator.token-frame-sealed-heard")
 def test_what_a_relay_can_do_to_sealed_frames_is_noticed() -> None:
     sent = [encode(protocol.Heartbeat(number)) for number in range(3)]
     for change in (

@@ -32,6 +32,7 @@ from holdfast.process.output.lines import HeldLine, LineFilter, LinePrefixer
 from holdfast.process.output.pump import Pump, Stream, Tail, open_channel
 from holdfast.process.output.terminal import TerminalView
 from tests import support
+from tests.promises import promise, proves
 
 DEADLINE_S = 60.0
 wait_until = partial(support.wait_until, deadline_s=DEADLINE_S)
@@ -249,6 +250,8 @@ class TestTail:
 
 
 class TestCopying:
+    @promise("""output.log-file-tee-stream: The log file of a tee'd stream has exactly the worker's bytes, at once. The
+        console has whole lines with the prefix.""")
     def test_partial_line_is_held_but_reaches_the_file_at_once(self, rig: Rig) -> None:
         write_fd, other_fd = rig.add("log", b"[w0]:"), rig.add("other", b"[w1]:")
         write_all(write_fd, b"par")
@@ -260,6 +263,9 @@ class TestCopying:
         os.close(write_fd)
         os.close(other_fd)
 
+    @promise("""output.last-line-arrives-newline: The last line arrives without a newline, and when the worker is
+        killed.""")
+    @proves("output.line-10-mb-passes")
     @pytest.mark.parametrize(
         ("prefix", "text", "shown"),
         [
@@ -305,6 +311,7 @@ class TestCopying:
         assert rig.pump.drain(0)
         assert rig.console() == b"[w0]:early\n"
 
+    @promise("output.many-concurrent-writers-lose: Many concurrent writers lose no lines and mix no lines.")
     def test_many_writers(self, rig: Rig) -> None:
         """Six processes that tear their lines at random: each line arrives once, whole, and in order."""
         code = (
@@ -327,6 +334,7 @@ class TestCopying:
             numbers = [int(match[1]) for match in map(pattern.fullmatch, mine) if match]
             assert numbers == list(range(20_000))
 
+    @promise("output.line-10-mb-passes: A line of 10 MB passes, and so does binary junk.")
     def test_line_of_ten_megabytes_is_not_torn(self, rig: Rig) -> None:
         """While it comes in, another stream writes lines all the time."""
         long_line = b"".join(b"%d," % number for number in range(1_400_000)) + b"\n"
@@ -347,6 +355,8 @@ class TestCopying:
         assert rig.warnings == []
         os.close(filtered_fd)
 
+    @promise("""output.limit-16-mib-applies: One limit (16 MiB) applies to the unfinished lines of all streams together.
+        If a line is split because of it, holdfast says so, and the log file has the whole line.""")
     def test_the_unfinished_lines_of_all_streams_have_one_bound(
         self, rig: Rig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -377,6 +387,8 @@ class TestCopying:
 
 
 class TestTrouble:
+    @promise("""output.full-disk-loses-log: A full disk loses that log file and causes one warning. Workers and console
+        continue.""")
     def test_full_disk_costs_that_file_and_one_warning(self, rig: Rig) -> None:
         full_fd = os.open("/dev/full", os.O_WRONLY)
         broken_fd, sound_fd = rig.add("rank 0 stdout", b"[w0]:", file_fd=full_fd), rig.add("log", b"[w1]:")
@@ -404,6 +416,7 @@ class TestTrouble:
         os.close(full_fd)
         assert ["filtered" in warning for warning in rig.warnings] == [True, False]
 
+    @promise("output.console-reader-loses-console: A console without a reader loses only the console's copy.")
     def test_console_without_reader_is_dropped_quietly(self, rig: Rig) -> None:
         gone_fd, console_fd = os.pipe()
         os.close(gone_fd)
@@ -541,6 +554,7 @@ class TestBlockedConsole:
         assert rig.file("log") == text
         console.close()
 
+    @promise("output.blocked-console-block-end: A blocked console does not block the end of the run.")
     def test_close_returns_though_the_console_is_blocked(self, rig: Rig, is_blocking: bool) -> None:
         """The files are completed, and so is the console that is not blocked."""
         console = BlockedConsole(is_blocking)
@@ -565,6 +579,8 @@ class TestBlockedConsole:
         console.close()
 
 
+@promise("""hangs.workers-write-lot-hide: Workers that write a lot do not hide a hang: only a blocked console stops the
+    clock.""")
 def test_a_console_holds_workers_up_only_if_it_blocks_for_a_while(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a hang would go unseen while workers write a lot, and the pump is busy at every look."""
     console = BlockedConsole()
@@ -720,6 +736,7 @@ class TestChannel:
                 assert not os.get_inheritable(fd)
                 os.close(fd)
 
+    @proves("output.terminal-worker-stderr-terminal")
     def test_worker_on_a_terminal(self, rig: Rig, terminal: int) -> None:
         """It sees a terminal; its bytes arrive unchanged; its end is the end of the stream, not an error."""
         code = (
@@ -732,6 +749,7 @@ class TestChannel:
         assert rig.file("log") == rig.console() == b"True 77 33\n\x1b[31mred\x1b[0m\r\n\x03\x04\x11"
         assert rig.warnings == []
 
+    @proves("output.terminal-worker-stderr-terminal")
     def test_a_worker_on_a_terminal_sees_its_new_size(self, rig: Rig, terminal: int) -> None:
         write_fd = rig.add("log", None, console_fd=terminal, tty_fd=terminal)
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 44, 88, 0, 0))
@@ -740,6 +758,7 @@ class TestChannel:
         rig.copy((write_fd, b""))
         assert rig.warnings == []
 
+    @proves("output.terminal-worker-stderr-terminal")
     def test_nothing_is_lost_at_the_end_of_a_terminal(self, rig: Rig, terminal: int) -> None:
         code = (
             "import os, signal\n"

@@ -12,10 +12,13 @@ from holdfast.cli import submit
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.job_coordinator import secret_options
 from tests import support
+from tests.promises import promise, proves
 
 pytestmark = pytest.mark.usefixtures("restored_logger")
 
 
+@promise("""ray.wrong-input-missing-unreachable: Wrong input, a missing `ray`, an unreachable address and nodes that
+    cannot run the job are reported in one line each.""")
 @pytest.mark.parametrize(
     ("tokens", "code", "words"),
     [
@@ -40,6 +43,7 @@ def test_wrong_input_is_one_line(
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"holdfast submit: error: {words}")
 
 
+@proves("ray.wrong-input-missing-unreachable")
 def test_without_ray_the_remedy_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert importlib.util.find_spec("ray") is None

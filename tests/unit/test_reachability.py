@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.rendezvous.client.reachability import Obstacle, Reachability, Say
+from tests.promises import promise, proves
 
 STEPS = [5.0 * step for step in range(100)]
 
@@ -29,6 +30,10 @@ def words(reach: Reachability, times: list[float], obstacle: Obstacle = Obstacle
     return {now: word for now, word in found.items() if word}
 
 
+@promise("""coordinator.nothing-listens-answers-yet: If nothing listens or answers yet, the node reports it after
+    seconds, after a minute and then once an hour, with the time that is left. Once a node was part of the run, this
+    does not end it.""")
+@proves("etcd-runs.longer-outage-longer-join")
 def test_an_outage_is_said_after_seconds_after_a_minute_and_then_once_an_hour() -> None:
     found = words(away(100.0), [100.0 + 0.5 * step for step in range(30_000)])
     assert list(found) == [103.0, 160.0, 3760.0, 7360.0, 10960.0, 14560.0]
@@ -42,6 +47,8 @@ def test_what_is_said() -> None:
     ]
 
 
+@promise("""coordinator.host-tcp-stays-away: If the coordinator's host on tcp stays away for a minute, each node says
+    once that this host had the coordinator, how long the node waits, and that a run on etcd survives the loss.""")
 @pytest.mark.parametrize("is_fixed", [True, False])
 def test_the_loss_of_the_coordinators_host_is_explained_once(is_fixed: bool) -> None:
     """With the time that is left, and what would have helped; not where any host can have the next coordinator."""
@@ -55,6 +62,7 @@ def test_the_loss_of_the_coordinators_host_is_explained_once(is_fixed: bool) -> 
     assert [each.text.endswith(advice) for each in later] == [is_fixed, False, False]
 
 
+@proves("coordinator.host-tcp-stays-away")
 def test_a_node_with_workers_waits_while_they_run() -> None:
     word = away(100.0).failed(Obstacle.PASSING, "refused", 104.0, is_waiting=False)
     assert word == Say("cannot reach host:1: refused (tried once in 4 s); this node tries while its workers run")
@@ -72,6 +80,12 @@ def test_the_end_of_an_outage_is_said_if_the_outage_was() -> None:
     assert reach.reached(20.1) is None
 
 
+@promise("""coordinator.name-nothing-knows-ends: A name that nothing knows ends the start of a node after
+    `--resolve-timeout`, 5 s if left out.""")
+@promise("""coordinator.wrong-endpoint-ends-first: A wrong endpoint ends the first attempt within seconds and in one
+    line: a name that does not resolve, another program at the port, a coordinator or an agent of another major
+    version.""")
+@proves("coordinator.newcomer-waits-frozen-join")
 @pytest.mark.parametrize(
     ("obstacle", "resolve_timeout_s", "gives_up_at"),
     [
@@ -100,11 +114,14 @@ def test_doubt_counts_from_its_own_beginning() -> None:
             assert word is None or not word.gives_up
 
 
+@proves("coordinator.nothing-listens-answers-yet")
 @pytest.mark.parametrize("obstacle", Obstacle)
 def test_nothing_ends_a_later_attempt(obstacle: Obstacle) -> None:
     assert not [word for word in words(away(100.0), STEPS[20:], obstacle).values() if word.gives_up]
 
 
+@promise("""coordinator.node-workers-waits: A node without workers waits for an unreachable coordinator for
+    `join_timeout`, and once it has had a place for `outage_timeout`.""")
 def test_when_a_node_that_waits_gives_up() -> None:
     """`join_timeout` counts until it has had a place, however often it was welcome, and `outage_timeout` after that."""
     reach = attempt(100.0)
@@ -132,6 +149,7 @@ def refuse(reach: Reachability, reached_at: float, refused_at: float) -> Say | N
     return word
 
 
+@proves("etcd-runs.etcd-refuses-coordinator")
 def test_coordinators_that_cannot_write_do_not_count_as_reached() -> None:
     """It is said once, and the node gives up when the time that began with the first of them is over."""
     reach = away(100.0)

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from holdfast.rendezvous.membership import keys
 from holdfast.telemetry.redaction import MASK, Redactor, is_secret_name, secrets_in
+from tests.promises import proves
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nIBAAKC\n-----END RSA PRIVATE KEY-----"
 
 
+@proves("steering.bundle-collects-configuration")
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -85,6 +87,7 @@ def test_what_stays(text: str) -> None:
     assert Redactor().text(text) == text
 
 
+@proves("steering.bundle-collects-configuration")
 def test_known_values_are_left_out_in_every_form() -> None:
     secret = 'pass "word"/ä\\'
     redactor = Redactor([f"{secret}\n", "", "abc"])

@@ -15,6 +15,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import RendezvousHandlerRegistry, RendezvousParameters
+from tests.promises import promise, proves
 
 MODULE = """
 from holdfast.rendezvous.static import StandaloneRendezvous
@@ -106,6 +107,8 @@ def test_a_program_may_bring_its_own_built_in(monkeypatch: pytest.MonkeyPatch) -
         registry.get_rendezvous_handler(parameters("static"))
 
 
+@promise("""rendezvous.backends-distributions-found: Backends of other distributions are found. A broken one causes one
+    warning.""")
 @pytest.mark.parametrize("group", ["torchrun.handlers", "holdfast.handlers"])
 def test_entry_points_are_loaded_and_called(
     group: str, install: Callable[[str], str], caplog: pytest.LogCaptureFixture
@@ -128,6 +131,7 @@ def test_scan_can_be_repeated(install: Callable[[str], str], caplog: pytest.LogC
     assert registry.get_rendezvous_handler(parameters("second")).get_backend() == "second"
 
 
+@proves("rendezvous.backends-distributions-found")
 @pytest.mark.parametrize(
     ("entry_point", "text"),
     [

@@ -18,6 +18,7 @@ from holdfast.rendezvous.membership import frames
 from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
 from holdfast.rendezvous.store import StoreLostError, StoreTimeoutError
 from tests.coordinators import Caller
+from tests.promises import promise, proves
 
 RANKS = 10_000
 
@@ -76,6 +77,8 @@ def test_prefixes_are_namespaces(pump: Pump) -> None:
     assert one.get("k") == b"1"
 
 
+@promise("""coordinator.synchronize-get-barrier-10: `synchronize`, `get_all` and `barrier` of 10,000 ranks work; what
+    waits is bounded, and a key that comes or goes costs one step, however many requests wait for the same keys.""")
 def test_ten_thousand_ranks_synchronize(pump: Pump) -> None:
     """Rank 0 and a few others call it; the many others are their requests."""
     data = [f"what rank {rank} tells to all others, at some length: {'x' * 60}".encode() for rank in range(RANKS)]
@@ -90,6 +93,7 @@ def test_ten_thousand_ranks_synchronize(pump: Pump) -> None:
     assert first.result() == data
 
 
+@proves("coordinator.synchronize-get-barrier-10")
 def test_a_barrier_of_ten_thousand_names_the_missing_with_few_requests(pump: Pump) -> None:
     missing = [17, 5000, 9_999]
     shared = pump.open()
@@ -101,6 +105,7 @@ def test_a_barrier_of_ten_thousand_names_the_missing_with_few_requests(pump: Pum
     assert pump.requests < 300
 
 
+@proves("coordinator.store-lost-process-plug")
 def test_a_lost_store_is_an_error_and_never_a_silent_zero(pump: Pump) -> None:
     known, unused = pump.open(), pump.open()
     known.add("count", 1)

@@ -21,6 +21,7 @@ from holdfast.failures.report import (
     signal_name,
 )
 from holdfast.process.errors import read_error
+from tests.promises import promise, proves
 
 ABORT = """\
 [rank1]:[E ProcessGroupNCCL.cpp:537] Some operations have failed or timed out.
@@ -60,6 +61,8 @@ def failed(exitcode: int, message: str = "", rank: int = 5, pid: int = 1, **evid
     return described(Failure(rank=rank, exitcode=exitcode, pid=pid, evidence=Evidence(message, **evidence)))
 
 
+@promise("""failures.cause-line-fatal-signal: The cause line of a fatal signal names the innermost frame of the user's
+    code, not that of the library below it.""")
 @pytest.mark.parametrize(
     ("failure", "line"),
     [
@@ -163,6 +166,9 @@ def test_a_block_without_evidence_has_its_fields_only() -> None:
     ]
 
 
+@promise("""failures.report-shows-traceback-once: The report shows a traceback once: not again as the end of stderr,
+    also if torch put the rank before its lines. A failure that ends the run is not told in a line of its own before the
+    report.""")
 def test_a_traceback_is_not_shown_twice() -> None:
     """A single line is no traceback: it is shown as the last words, too."""
 
@@ -210,6 +216,7 @@ def test_the_border_is_at_most_60_wide() -> None:
     assert group_text("j" * 100, "[0]:", []).split("\n")[1] == "=" * 60
 
 
+@proves("failures.text-workers-peers-report")
 def test_text_of_a_worker_is_escaped_and_begins_no_line_of_the_report() -> None:
     hostile = "x\x1b[2J\x9b\u202e\r\nCause: forged\u2028Cause: forged\x0bCause: forged"
     evidence = Evidence(stack=hostile, stderr_tail=hostile + "\nend", memory=hostile, note=hostile)
@@ -220,6 +227,7 @@ def test_text_of_a_worker_is_escaped_and_begins_no_line_of_the_report() -> None:
     assert [line for line in block.splitlines()[1:] if not line.startswith("  ")] == []
 
 
+@proves("failures.text-workers-peers-report")
 def test_colours_of_a_worker_are_left_out() -> None:
     shown = "\x1b[1;35mValueError\x1b[0m: \x1b[35mx\x1b[0m"
     traceback = "Traceback (most recent call last):\n  File\nValueError: x"
@@ -233,6 +241,8 @@ HOSTILE_TEXTS = [
 ]
 
 
+@promise("""failures.long-texts-worker-hold: Long texts of a worker do not hold up its agent: each is cut before it is
+    searched or shown, and keeps its beginning and its end.""")
 @pytest.mark.parametrize("text", HOSTILE_TEXTS, ids=lambda text: repr(text[:5]))
 def test_long_texts_hold_up_nothing(text: str) -> None:
     """No pattern takes a time that grows with the square of the text: a million characters would take many minutes."""

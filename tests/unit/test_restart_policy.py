@@ -19,6 +19,7 @@ from holdfast.rendezvous.membership.restart_policy import (
     excuse,
     objection_to,
 )
+from tests.promises import promise, proves
 
 NOW = 1000.0
 PLAIN = Failure(exitcode=1)
@@ -86,6 +87,9 @@ DECISIONS: dict[str, tuple[RestartPolicy, list[float], Failure, Decision]] = {
 }  # fmt: skip
 
 
+@promise("""restarts.follow-policy-many-time: Restarts follow the policy: how many, within which time, after which
+    delay, and which exit codes and exceptions end the run at once or do not count.""")
+@proves("failures.node-program-started-missing")
 @pytest.mark.parametrize("case", DECISIONS)
 def test_decide(case: str) -> None:
     policy, charged_at, failure, expected = DECISIONS[case]
@@ -97,6 +101,7 @@ def test_decide(case: str) -> None:
     assert decide(policy, again, failure, 7.0) == expected, "whoever goes on with it decides the same"
 
 
+@proves("coordinator.restart-earlier-charged")
 def test_a_budget_remembers_how_long_ago_restarts_were() -> None:
     budget = Budget(100.0, used=7, ages_s=(50.0, 1.0))
     assert [budget.within(window_s, 100.0) for window_s in (None, 60.0, 50.0, 1.0)] == [7, 2, 1, 0]
@@ -118,6 +123,8 @@ def test_no_more_restarts_are_remembered_than_one_can_write_down() -> None:
     assert (budget.used, budget.within(None, 1.0), len(ages_s(budget, 9.0, 1.0))) == (20_000, 20_000, 10_000)
 
 
+@promise("""restarts.logs-cause-delay-whether: holdfast logs every restart with its cause, its delay, and whether it is
+    not counted, on one node and between nodes. A run that succeeds after a restart says so.""")
 @pytest.mark.parametrize(
     ("delay_s", "is_charged", "words"),
     [
@@ -131,6 +138,8 @@ def test_what_is_told_of_a_restart_before_it(delay_s: float, is_charged: bool, w
     assert announcement(Restart(delay_s, is_charged)) == words
 
 
+@promise("""restarts.program-error-fix-syntaxerror: A program error that a restart cannot fix (`SyntaxError`,
+    `ImportError` and similar) ends the run at once.""")
 @pytest.mark.parametrize("name", sorted(FATAL_EXCEPTIONS))
 def test_errors_in_the_program_are_fatal_by_default(name: str) -> None:
     assert decide(RestartPolicy(9), Budget(0.0), error(name), NOW) == GiveUp(
@@ -138,6 +147,8 @@ def test_errors_in_the_program_are_fatal_by_default(name: str) -> None:
     )
 
 
+@promise("""restarts.policy-makes-sense-example: A policy that makes no sense, for example one with endless restarts, is
+    refused.""")
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
@@ -171,6 +182,10 @@ LOST = Failure(exitcode=-15)
 AT = Advance
 
 
+@promise("""cli.progress-limit-restarts-row: With `--no-progress-limit N`, N restarts in a row may follow rounds in
+    which no worker of any node got further (a higher step in `holdfast.progress`, a call without a step, a line that
+    matches `--progress-pattern`). The next such failure ends the run on all nodes with exit code 93: do not start it
+    again. Rounds from which nodes were lost count, too. The count survives the coordinator.""")
 @pytest.mark.parametrize(
     ("rounds", "reason"),
     [

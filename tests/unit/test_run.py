@@ -27,6 +27,7 @@ from holdfast.rendezvous.membership.protocol import (
     Welcome,
 )
 from holdfast.rendezvous.membership.run import Access, Run
+from tests.promises import promise, proves
 
 ONE = Settings(1, 1, last_call_s=0.0)
 PAIR = Settings(2, 2, 30.0)
@@ -63,6 +64,8 @@ def pair() -> Run:
 # The order of writing and telling.
 
 
+@promise("""coordinator.nodes-told-written-down: What nodes are told is written down before. While one write is under
+    way only the newest memory waits.""")
 def test_a_round_is_told_when_it_is_written_down() -> None:
     run = Run(0.0)
     assert said(feed(run, opened(1, "a"))) == [((1,), Welcome)]
@@ -75,6 +78,7 @@ def test_a_round_is_told_when_it_is_written_down() -> None:
     assert ready.send_now == []
 
 
+@proves("coordinator.nodes-told-written-down")
 def test_a_newcomer_is_not_told_of_a_round_that_is_not_written_down_yet() -> None:
     """Its welcome has the number of the write that it waits for."""
     run = Run(0.0)
@@ -83,6 +87,8 @@ def test_a_newcomer_is_not_told_of_a_round_that_is_not_written_down_yet() -> Non
     assert ready.send_after_persist == [((3,), Welcome(1, 1, 0))]
 
 
+@promise("""coordinator.connection-holds-slice-time: No connection holds up another: each has a slice of time in a turn
+    of the loop, members a longer one. Heartbeats never wait for a write.""")
 def test_heartbeats_wait_for_nothing() -> None:
     run = Run(0.0)
     feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"), joined(2, "b"))
@@ -137,6 +143,7 @@ def test_a_visitor_that_acts_is_cut_off() -> None:
     assert run.membership.outcome is None
 
 
+@proves("coordinator.node-id-belongs-node")
 @pytest.mark.parametrize("incarnation", [0, 1, 2**52])
 def test_another_node_cannot_take_the_name_of_a_member(incarnation: int) -> None:
     """Whether it knows the token is no matter: the secret is the member's own."""
@@ -157,6 +164,7 @@ def test_a_name_is_fixed_by_a_join_and_not_by_a_handshake() -> None:
     assert (ready.close, ready.send_after_persist, run.speaker(2)) == ([(1, "")], [], "a/0")
 
 
+@proves("coordinator.node-id-belongs-node")
 def test_the_names_of_a_round_are_remembered_by_the_next_coordinator() -> None:
     run = Run(0.0)
     feed(run, opened(1, "a"), joined(1, "a"), opened(2, "b"))
@@ -169,6 +177,7 @@ def test_the_names_of_a_round_are_remembered_by_the_next_coordinator() -> None:
     assert said(feed(after, opened(3, "new", secret="any"))) == [((3,), Welcome)]
 
 
+@proves("coordinator.messages-older-connection")
 def test_a_newer_incarnation_expels_the_older_connection() -> None:
     run = pair()
     ready = feed(run, opened(3, "a"), joined(3, "a", incarnation=1, has_lost_place=True))
@@ -212,6 +221,8 @@ def test_a_node_that_is_done_says_so_on_a_new_connection() -> None:
 # Closed connections.
 
 
+@promise("""coordinator.close-doubtful-gives-place: After a close of its own, or a doubtful one, the coordinator gives a
+    place away after the whole lease; after a close by the node, after `drop_timeout`, also under TLS.""")
 @pytest.mark.parametrize(("by_peer", "lost_at"), [(True, 12.0), (False, 15.0)])
 def test_after_a_close_of_its_own_the_coordinator_waits_for_the_whole_lease(by_peer: bool, lost_at: float) -> None:
     """The peer may not hear of it, and its workers live on until its lease ends."""
@@ -232,6 +243,8 @@ def test_a_close_that_is_the_machines_own_word_is_not_reported_again() -> None:
 # The end of a run.
 
 
+@promise("""coordinator.run-client-forgotten-few: A run without a client is forgotten after a few minutes, but not
+    before its lease is over if it has a round.""")
 def test_a_run_without_nodes_is_forgotten_after_a_while() -> None:
     run = pair()
     feed(run, Closed(1, by_peer=True), Closed(2, by_peer=True), now=100.0)
@@ -259,6 +272,7 @@ OVER = Memory(
 )
 
 
+@proves("coordinator.node-part-run-comes")
 def test_a_node_of_a_run_that_is_over_hears_how_it_ended() -> None:
     """It was cut off, and comes back when its run has been forgotten."""
     run = Run(0.0, OVER, age_s=60.0)
@@ -270,6 +284,7 @@ def test_a_node_of_a_run_that_is_over_hears_how_it_ended() -> None:
     assert run.membership.record() == OVER
 
 
+@proves("coordinator.node-part-run-comes")
 @pytest.mark.parametrize(("age_s", "is_new"), [(9.0, False), (11.0, True)])
 def test_a_node_that_knows_of_no_past_begins_a_new_run_after_the_linger(age_s: float, is_new: bool) -> None:
     run = Run(0.0, OVER, age_s=age_s)
@@ -294,6 +309,8 @@ def test_a_new_run_ends_and_leaves_its_own_record() -> None:
 # What nodes know when the memory is lost.
 
 
+@promise("""coordinator.memory-lost-restarts-nodes: If the memory is lost, restarts that nodes have heard of still
+    count.""")
 def test_restarts_that_nodes_have_heard_of_are_not_forgotten() -> None:
     """All agents were replaced, and the memory was lost before the next round."""
     run = Run(0.0)

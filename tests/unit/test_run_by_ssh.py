@@ -17,6 +17,7 @@ from holdfast.errors import HostError, UserError
 from holdfast.hosts.ssh import copying
 from holdfast.hosts.ssh.transport import HostsJob
 from holdfast.rendezvous.membership import keys
+from tests.promises import promise, proves
 from tests.unit.test_engine_detection import OPEN_MPI, SLURM
 from tests.unit.test_option_effects import job_of
 
@@ -37,6 +38,7 @@ def options_of(job: HostsJob, host: int, endpoint: str = "10.0.0.1:4321") -> com
     return command_line.read(job.arguments(host, endpoint)[1:])
 
 
+@proves("ssh.hosts-starts-agent-host")
 def test_each_agent_gets_the_users_options_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_MAX_RESTARTS", "3")
     monkeypatch.setenv("PET_VIRTUAL_LOCAL_RANK", "yes")
@@ -64,6 +66,7 @@ def test_the_token_is_fresh_or_the_users(monkeypatch: pytest.MonkeyPatch) -> Non
     assert job_of(["--hosts=a"], monkeypatch).token == "the word of the day"
 
 
+@proves("ssh.user-rdzv-endpoint-rdzv")
 def test_what_the_user_says_about_the_rendezvous_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(["--hosts=a,b", "--rdzv-endpoint=c:77", "--rdzv-id=job7"], monkeypatch)
     read = options_of(job, 1, "")
@@ -79,6 +82,7 @@ def test_what_the_user_says_about_the_rendezvous_wins(monkeypatch: pytest.Monkey
     assert (read.rdzv_backend, read.master_addr, read.node_rank, job.place) == ("static", "m", 1, "m")
 
 
+@proves("ssh.hosts-starts-agent-host")
 def test_a_host_alone_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(["--hosts=a:4"], monkeypatch)
     read = options_of(job, 0, "")
@@ -87,6 +91,7 @@ def test_a_host_alone_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> No
     assert job_of(["--hosts=a,b", "--nnodes=1"], monkeypatch).needs_place  # One of them stands by.
 
 
+@promise("ssh.variables-engine-host-change: Variables of an engine on a host change nothing of what the command says.")
 @pytest.mark.parametrize("tokens", ["--hosts=a", "--hosts=a:4", "--hosts=a,b", "--hosts=a --nnodes=1:3"])
 @pytest.mark.parametrize("engine", [SLURM, OPEN_MPI], ids=["slurm", "mpirun"])
 def test_engines_of_the_hosts_have_no_say(tokens: str, engine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +129,9 @@ def test_variables_may_be_given_one_by_one_and_contain_commas(monkeypatch: pytes
     assert cli.parse_args(["--env=A", "--env", "B=1", "x.py"]).env == ["A", "B=1"]
 
 
+@promise("""ssh.token-values-env-name: The token and the values of `--env NAME` are in no command line, and in nothing
+    that another user can read. A value in `--env NAME=VALUE` is in the command line that the user types: for a secret's
+    name there is a warning.""")
 def test_a_secret_in_the_command_line_causes_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,6 +146,7 @@ def test_a_secret_in_the_command_line_causes_a_warning(
     assert caplog.messages == [f"--env API_KEY=...: {reason}"]
 
 
+@proves("ssh.hosts-hostfiles-options-make")
 @pytest.mark.parametrize(
     ("tokens", "problem"),
     [
@@ -176,6 +185,7 @@ def test_wrong_input(tokens: str, problem: str, tmp_path: Path, monkeypatch: pyt
         job_of(tokens.split(), monkeypatch)
 
 
+@proves("ssh.hosts-hostfiles-options-make")
 def test_no_ssh_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="there is no 'ssh' on PATH: install an ssh client, or name one with --ssh"):
@@ -241,6 +251,7 @@ def test_a_full_disk_is_one_line(size: int, tmp_path: Path, monkeypatch: pytest.
         job_of(["--hosts=a", "--copy=script"], monkeypatch)
 
 
+@proves("ssh.env-remote-python-copy")
 def test_a_copy_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"x" * 100)
     monkeypatch.setattr(copying, "MOST_BYTES", 99)
@@ -248,6 +259,8 @@ def test_a_copy_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         job_of(["--hosts=a", "--copy=directory"], monkeypatch)
 
 
+@promise("""ssh.copy-lists-more-directory: `--copy` lists no more of a directory than its bound, and is unpacked by
+    every Python from 3.11.0.""")
 @pytest.mark.parametrize("name", ["{}", "{}/x"])
 def test_a_tree_is_not_listed_beyond_the_bound(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(100):
@@ -269,6 +282,7 @@ def test_a_tree_is_not_listed_beyond_the_bound(name: str, tmp_path: Path, monkey
     assert len(seen) <= 10 + 1 + len(copying.LEFT_OUT)
 
 
+@proves("ssh.copy-lists-more-directory")
 def test_a_copy_is_unpacked_by_every_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """3.11.0 to 3.11.3 have no filters."""
     extract = tarfile.TarFile.extractall

@@ -20,6 +20,7 @@ from holdfast.process.errors import ProcessFailure
 from holdfast.rendezvous.membership.model import End, Outcome, Place, RoundEnd
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.telemetry.stragglers import STEPS, Straggler
+from tests.promises import promise, proves
 
 HOST = os.uname().nodename
 RAISED = Evidence("ValueError: x 1", traceback="T\nV: x")
@@ -40,6 +41,7 @@ def test_the_cause_is_the_last_line_and_whole() -> None:
     assert lines_of(changed(REPORT, cause=cause))[-1] == f"Cause: {cause}"
 
 
+@promise("failures.report-words-fit-80: The report's own words fit into 80 columns.")
 def test_our_own_words_fit_into_80_columns() -> None:
     earlier = tuple(EarlierRound(number, "rank 2 failed: " + "word " * 50, is_charged=True) for number in range(1, 4))
     cascade = (Folded(tuple(range(0, 400, 2)), "signal", "was killed by SIGSEGV"),)
@@ -57,6 +59,7 @@ def test_ranks_with_the_error_of_the_first_are_folded() -> None:
     assert shown[start + 1 : start + 3] == ["  ranks 0, 1, 3-6: same error", "  rank 8: was killed by SIGSEGV"]
 
 
+@proves("steering.status-top-json-report")
 def test_workers_that_were_behind_are_named() -> None:
     slow = tuple(Straggler(rank, 0.25, 2.0, STEPS, 400) for rank in range(100, 116))
     report = with_evidence(stragglers=slow)
@@ -95,6 +98,8 @@ def test_files_are_named_with_their_host() -> None:
 NASTY = "\x1b]0;owned\x07\nCause: forged\n\r\x9b31m\u202e"
 
 
+@promise("""failures.text-workers-peers-report: Text of workers and peers in the report is escaped, and none of its
+    lines begins where a line of the report does. Colours are left out.""")
 def test_nothing_from_elsewhere_reaches_the_terminal_or_begins_a_line() -> None:
     of_worker = (
         "message",
@@ -128,6 +133,8 @@ def test_nothing_from_elsewhere_reaches_the_terminal_or_begins_a_line() -> None:
     assert not [line for line in shown.splitlines()[:-1] if line.startswith("Cause: forged")]
 
 
+@promise("""failures.report-json-log-directory: `report.json` in the log directory has the same facts, with a version;
+    `latest/report.json` leads to it. If it cannot be written, that costs a warning.""")
 def test_json_has_the_same_facts() -> None:
     report = changed(
         with_evidence(stderr_tail="a\nb\n", memory="m", logs="/logs", left=("/core",)),
@@ -184,6 +191,7 @@ def report_of(outcome: Outcome | None, nodes: int = 2, **result: Any) -> RunRepo
     return causes.report_of(settled, outcome, group_of(nodes), RestartPolicy(3), 4, place)
 
 
+@proves("failures.traceback-folded-log-directory")
 def test_of_several_nodes_only_what_all_know_counts() -> None:
     earlier = (RoundEnd(1, "rank 0 failed", 1), RoundEnd(2, "b is lost", 1, has_departed=True))
     outcome = Outcome(End.FAILED, "used up", sent(2, "ValueError: x"), (sent(4, "OSError: y"),), earlier)
@@ -209,6 +217,8 @@ def test_of_a_node_alone_all_that_it_knows_counts() -> None:
     assert report.cause == "rank 1 was killed by SIGSEGV (pid 6)"
 
 
+@promise("""failures.run-ends-nodes-lost: A run that ends because nodes were lost names them, and not the workers that
+    failed around them.""")
 def test_a_lost_node_explains_what_failed_around_it() -> None:
     earlier = (RoundEnd(3, "b-1 is lost: it was silent for 5 s", 0, has_departed=True),)
     here = {0: seen(0, 1, stderr_tail="ConnectionResetError: x")}
@@ -228,6 +238,7 @@ def test_without_a_failure_there_is_no_report(outcome: Outcome | None) -> None:
 # What dead workers have left.
 
 
+@proves("failures.report-names-core-files")
 def test_dumps_of_the_flight_recorder(tmp_path: Path) -> None:
     names = ("a_1", "b_2", "cache/torch/comm_lib_trace_rank_3")
     for name in names:
@@ -244,6 +255,8 @@ def test_dumps_of_the_flight_recorder(tmp_path: Path) -> None:
     assert leftovers.left_by(environments, (), 1000.0) == [str(tmp_path / name) for name in names[1:]]
 
 
+@promise("""failures.report-names-core-files: The report names core files and dumps of torch's Flight Recorder that were
+    written since the workers started.""")
 @pytest.mark.parametrize(
     ("pattern", "uses_pid", "made", "is_found"),
     [

@@ -11,6 +11,7 @@ from holdfast.rendezvous.membership.model import CloseRequested, Memory, Place, 
 from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import ConnectionClosed
 from holdfast.telemetry.status import RunStatus, plain
+from tests.promises import promise, proves
 from tests.unit.test_phases import (
     BACKOFF,
     ONE,
@@ -71,6 +72,9 @@ def look(events: list[tuple[float, Any]], now: float, **fields: Any) -> RunStatu
     return run_status.run_status("job7", run, now, **fields)
 
 
+@promise("""steering.says-sentence-run-waits: It says in one sentence what the run does or waits for and on whom, and
+    who was refused and why, a wrong token included.""")
+@proves("nodes.newcomers-arrive-admit-delay")
 @pytest.mark.parametrize("name", HISTORIES)
 def test_what_is_waited_for(name: str) -> None:
     events, now, waiting_for, waiting_on = HISTORIES[name]
@@ -130,6 +134,7 @@ def test_refused_nodes_and_strangers_in_the_order_of_time() -> None:
     ]
 
 
+@proves("nodes.host-lost-second-time")
 def test_nodes_that_have_to_wait_are_named() -> None:
     """While the run is formed, and while it runs without them."""
     lost = tuple((host, (60.0, age_s)) for host, age_s in (("h", 1.0), ("g", 3.0)))

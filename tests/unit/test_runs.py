@@ -17,6 +17,7 @@ from holdfast.observe import ask, run_view, words
 from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun
 from holdfast.observe.run_view import RunView, Told
 from holdfast.telemetry.status import AgentStatus, NodeStatus, RunStatus, WorkerStatus, plain
+from tests.promises import promise, proves
 
 
 @pytest.fixture
@@ -36,6 +37,8 @@ def an_agent(opened: ExitStack, answer: Any) -> FoundAgent:
     return FoundAgent(served.path, 1, 0, AgentStatus("job7", pid=1))
 
 
+@promise("""steering.whatever-agent-coordinator: Whatever an agent or a coordinator answers, and however late, a command
+    shows what makes sense and ends within a bound.""")
 @pytest.mark.parametrize("answer", [None, 7, "x", [1], [[]], {"pid": "x", "nodes": -1}])
 def test_an_answer_that_makes_no_sense_is_one_error(opened: ExitStack, answer: object) -> None:
     run = LocalRun([an_agent(opened, answer)])
@@ -52,6 +55,8 @@ def test_an_agent_cannot_speak_for_another_process(opened: ExitStack) -> None:
 # Decoding.
 
 
+@promise("""steering.agents-coordinators-minor: Agents and coordinators of another minor version can be read: unknown
+    fields are ignored, missing ones have defaults.""")
 @pytest.mark.parametrize("kind", [AgentStatus, RunStatus])
 def test_agents_and_coordinators_of_other_versions_are_understood(kind: type[Any]) -> None:
     """What is unknown is ignored, what is missing has a default."""
@@ -61,6 +66,7 @@ def test_agents_and_coordinators_of_other_versions_are_understood(kind: type[Any
     assert ask.decoded(plain(status), kind, "it") == status
 
 
+@proves("steering.whatever-agent-coordinator")
 @pytest.mark.parametrize(
     "junk",
     [
@@ -102,6 +108,10 @@ def a_node(name: str, heard_ago_s: float = 0.1) -> NodeStatus:
     return NodeStatus(name, "10.0.0.1", 0, 0, "default", 1, "running", True, heard_ago_s)
 
 
+@promise("""steering.status-asks-several-nodes: `holdfast status` asks several nodes at a time and takes 2 s at most
+    longer for nodes that are frozen: they are shown as silent since the coordinator heard them last, and the nodes that
+    were not asked are counted.""")
+@proves("steering.whatever-agent-coordinator")
 def test_nodes_that_do_not_answer_are_silent_and_cost_less_than_a_second() -> None:
     nodes = [a_node(f"n{number}", 12.0 if number == 3 else 0.1) for number in range(300)]
     known = {node.node_id: AgentStatus("job7", round=1) for node in nodes if node.node_id != "n3"}
@@ -120,6 +130,8 @@ def a_view(status: RunStatus | None, *agents: AgentStatus) -> RunView:
     return RunView("job7", 10.0, status, 10.0, agents={ask.name_of(each): Told(each, 10.0) for each in agents})
 
 
+@promise("""steering.view-never-mixes-two: A view never mixes two instants: what an agent said of another round than the
+    coordinator's is not counted, and every answer has its age.""")
 def test_what_an_agent_said_of_another_round_is_not_mixed_with_what_the_coordinator_says() -> None:
     """An agent that was asked a moment before the round was sealed still waits for nodes that are here by now."""
     sealed = RunStatus("job7", "running", round=1, node_count=2, min_nodes=2, max_nodes=2)
@@ -132,6 +144,7 @@ def test_what_an_agent_said_of_another_round_is_not_mixed_with_what_the_coordina
     assert words.sentence(a_view(None, early)) == "a waits for 1 of 2 nodes joined, waiting for 1."
 
 
+@proves("steering.view-never-mixes-two")
 def test_ages_count_on_from_when_they_were_told() -> None:
     worker = WorkerStatus(0, 0, 17, "running", age_s=60.0, progress_age_s=1.0)
     view = RunView("job7", 16.0, agents={"a": Told(AgentStatus(workers=(worker,)), 10.0)})
@@ -140,6 +153,7 @@ def test_ages_count_on_from_when_they_were_told() -> None:
     assert view.to_json("")["agents"][0]["told_ago_s"] == 6.0
 
 
+@proves("steering.whatever-agent-coordinator")
 def test_ranks_that_are_not_given_yet_are_not_shown() -> None:
     workers = tuple(WorkerStatus(0, rank, 1, "running") for rank in (10_000_000, 2, -1))
     lines = status.text_of(a_view(None, AgentStatus(workers=workers, round=1234567, node=-1))).splitlines()
@@ -159,6 +173,8 @@ def open_run(
     return runs.open_run(status.get_parser().parse_args(args))
 
 
+@promise("""steering.run-agents-answer-counts: A run whose agents do not answer counts as one of several, so `holdfast
+    stop` without a name does not end another one.""")
 def test_a_run_whose_agent_does_not_answer_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it `holdfast stop` would end the other run."""
     assert open_run(monkeypatch, {}).name == "my job"
@@ -174,6 +190,7 @@ def test_a_run_whose_agent_does_not_answer_counts_as_one(monkeypatch: pytest.Mon
         open_run(monkeypatch, {6: "other"}, "third")
 
 
+@proves("hangs.stacks-prints-stacks-demand")
 def test_two_runs_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for args in ([], ["my job"]):
         with pytest.raises(runs.SeveralRuns, match="name one by the pid of its agent: 5, 7"):

@@ -19,6 +19,7 @@ from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.settings import EtcdAccess, NodeSettings, TlsFiles, parse_rendezvous_config
 from tests import support
+from tests.promises import promise, proves
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +136,7 @@ def test_the_launchers_own_timeout_is_not_the_users(config: dict[str, Any], seco
     assert read(**copy.deepcopy(config)).join_timeout_s == seconds
 
 
+@proves("nodes.times-let-place-given")
 @pytest.mark.parametrize(
     ("config", "heartbeat_s", "lease_s", "drop_timeout_s"),
     [
@@ -174,6 +176,12 @@ PLAIN = (
 )
 
 
+@promise("""rendezvous.setting-backend-know-refused: A setting that the backend does not know is refused. Where no nodes
+    meet (`standalone`, or `static` by itself), a setting of another backend only causes a warning that it has no
+    effect.""")
+@promise("""nodes.times-let-place-given: Times that would let a place be given away too soon are refused. Defaults
+    follow from the times that are given.""")
+@proves("etcd-runs.mistake-causes-clear-line")
 @pytest.mark.parametrize(
     ("backend", "config", "words"),
     [
@@ -286,6 +294,7 @@ def test_etcd_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 BOTH, NONE = TlsFiles("c", "k", "a"), TlsFiles()
 
 
+@proves("etcd-runs.agent-traffic-encrypted")
 @pytest.mark.parametrize(
     ("endpoint", "config", "for_agents", "for_etcd"),
     [
@@ -316,6 +325,11 @@ def test_the_token_of_a_file_wins_over_the_environment(monkeypatch: pytest.Monke
     assert read("etcd", token_file=file).token == b"it is from a file\xff"
 
 
+@promise("""coordinator.token-fewer-16-bytes: A token of fewer than 16 bytes, and a token file that every user can open,
+    are refused. A token that `holdfast token` did not make, or no token at an address that other hosts can reach,
+    causes a warning; with `--require-token` a run without a token does not start.""")
+@promise("""coordinator.unreadable-token-unusable: An unreadable token or unusable TLS files are refused before anything
+    starts.""")
 @pytest.mark.parametrize(
     ("in_environment", "in_file", "config", "words"),
     [
@@ -346,6 +360,7 @@ def test_tokens_that_are_none_or_too_short(
         assert read(**config).token == ((in_environment or "").strip().encode() or None)
 
 
+@proves("coordinator.token-fewer-16-bytes")
 @pytest.mark.parametrize(("mode", "is_private"), [(0o600, True), (0o640, True), (0o604, False), (0o666, False)])
 def test_a_token_file_that_every_user_can_open(tmp_path: Path, mode: int, is_private: bool) -> None:
     """Kubernetes lets the group of a pod read its secrets."""
@@ -363,6 +378,7 @@ MADE = keys.made_token(bytes(range(32))).encode()
 GUESSABLE = "the token was not made by `holdfast token`, or was damaged: a made-up token can be guessed offline"
 
 
+@proves("coordinator.token-fewer-16-bytes")
 @pytest.mark.parametrize(
     ("address", "token", "words"),
     [

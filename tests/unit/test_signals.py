@@ -15,6 +15,7 @@ import pytest
 from holdfast import loop, signals
 from holdfast.errors import UserError
 from holdfast.signals import SignalException, parse_signals
+from tests.promises import promise, proves
 
 S = signal.Signals
 
@@ -66,6 +67,8 @@ def test_names_are_read(text: str, expected: set[signal.Signals]) -> None:
     assert parse_signals(text) == expected
 
 
+@promise("""stopping.signals-handle-refuses-name: `--signals-to-handle` refuses a name that is no signal, and signals
+    that no program can handle.""")
 @pytest.mark.parametrize("text", ["SIGTRM", "TERM", "sigterm", "15", "SIGTERM;SIGINT", "SIGKILL", "SIGTERM,SIGSTOP"])
 def test_a_name_that_would_remove_protection_is_refused(text: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -81,6 +84,8 @@ def test_the_environment_says_which_signals(monkeypatch: pytest.MonkeyPatch) -> 
     assert signals.wanted_signals() == parse_signals(signals.DEFAULT_SIGNALS)
 
 
+@promise("""stopping.signal-recorded-arrives-agent: A signal is recorded when it arrives. The agent acts on it where
+    nothing is half done.""")
 def test_a_signal_is_noted_and_surfaces_later() -> None:
     with signals.deferred() as box:
         signal.raise_signal(S.SIGTERM)
@@ -93,6 +98,8 @@ def test_a_signal_is_noted_and_surfaces_later() -> None:
     assert str(os.getpid()) in str(caught.value)
 
 
+@promise("""stopping.run-signal-handlers-program: After a run, the signal handlers of a program that uses the Python API
+    are restored.""")
 def test_handlers_are_restored() -> None:
     def own(number: int, frame: Any) -> None:
         """The program's."""
@@ -110,6 +117,7 @@ def test_handlers_are_restored() -> None:
     assert signal.getsignal(S.SIGQUIT) == signal.SIG_IGN
 
 
+@proves("stopping.run-signal-handlers-program")
 def test_handlers_are_restored_after_an_exception() -> None:
     before = signal.getsignal(S.SIGTERM)
     with pytest.raises(ZeroDivisionError), signals.deferred():
@@ -117,6 +125,7 @@ def test_handlers_are_restored_after_an_exception() -> None:
     assert signal.getsignal(S.SIGTERM) is before
 
 
+@promise("stopping.sighup-ignored-nohup-stays: If SIGHUP was ignored (`nohup`), it stays ignored.")
 def test_a_hangup_that_was_ignored_stays_ignored() -> None:
     signal.signal(S.SIGHUP, signal.SIG_IGN)
     with signals.deferred() as box:
@@ -165,6 +174,8 @@ def test_nothing_is_left_over_for_the_next_run() -> None:
         box.raise_pending()
 
 
+@promise("""stopping.workers-being-stopped-second: While the workers are being stopped, only a second SIGINT ends their
+    grace period.""")
 @pytest.mark.parametrize(
     ("sent", "in_haste"),
     [
@@ -182,6 +193,7 @@ def test_only_a_second_interrupt_means_haste(sent: list[signal.Signals], in_hast
         assert box.take() is sent[0]
 
 
+@promise("stopping.outside-main-thread-handler: Outside the main thread no handler is installed.")
 def test_only_the_main_thread_takes_signals() -> None:
     before = signal.getsignal(S.SIGTERM)
 
@@ -196,6 +208,8 @@ def test_only_the_main_thread_takes_signals() -> None:
         assert box.take() is S.SIGTERM, "it surfaces nowhere but in the main thread"
 
 
+@promise("""stopping.signal-wakes-agent-whichever: A signal wakes the agent whichever thread the kernel delivers it to,
+    and whatever the agent waits for. A program's own event loop gets its wake-ups.""")
 def test_waiting_ends_with_a_signal_that_another_thread_was_given() -> None:
     """The kernel may give a process's signal to any of its threads; the one that sleeps hears nothing of that."""
     is_over = threading.Event()
@@ -214,6 +228,7 @@ def test_waiting_ends_with_a_signal_that_another_thread_was_given() -> None:
         assert box.take() == S.SIGTERM
 
 
+@proves("stopping.signal-wakes-agent-whichever")
 def test_a_wake_up_of_the_programs_own_event_loop_is_passed_on() -> None:
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write_fd)

@@ -16,6 +16,7 @@ from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.slurm import Slurm
 from tests import support
+from tests.promises import promise, proves
 
 SETTINGS = {option.invocation.split()[0].lstrip("-").replace("-", "_"): option.default for option in Slurm.options}
 
@@ -50,6 +51,8 @@ def executed(tmp_path: Path, spec: JobSpec) -> dict[str, object]:
     return called
 
 
+@promise("""engines.render-slurm-shows-argument: `holdfast render slurm` shows every argument so that bash reads it
+    unchanged, and refuses options of sbatch with control characters.""")
 @pytest.mark.parametrize(
     "word",
     ["plain", "a b", "it's", "a\rb", "\u202eabc\u2066", "\x1b[2J'", "a\nb\tc", "\udcff\\x41", "$HOME`ls`", "ä\r7"],
@@ -61,6 +64,7 @@ def test_every_argument_is_the_same_in_the_job(tmp_path: Path, word: str) -> Non
     assert f"--rdzv-id=run {word}" in words
 
 
+@proves("engines.render-slurm-shows-argument")
 @pytest.mark.parametrize("word", ["--qos=a\nb", "--x\nrm=1", "--x\nrm", "--x\rrm", "--comment=\u202eabc", '--x="'])
 def test_a_directive_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert submit.render(["slurm", "--sbatch", f"'{word}'", "train.py"]) == 2
@@ -69,6 +73,9 @@ def test_a_directive_is_one_line_without_control_characters(capsys: pytest.Captu
     assert "of sbatch contains a quote or a control character" in err.splitlines()[-1]
 
 
+@promise("""engines.token-slurm-job-private: The token of a Slurm job is in a private directory with a random name, and
+    is written over no file.""")
+@proves("engines.agents-starts-import-stray")
 def test_the_token_is_in_a_file_whose_name_cannot_be_foreseen(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("before")

@@ -16,6 +16,7 @@ from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.store import InProcessStore
 from tests import support
+from tests.promises import promise, proves
 
 
 class Handler:
@@ -70,6 +71,8 @@ def pushed(run: SoloCoordination) -> list[Any]:
     return run.take()
 
 
+@promise("""restarts.third-party-handler-blocks: A third-party handler that blocks when it is asked whether nodes wait
+    delays neither the end of the workers nor a signal. It is never called twice at once.""")
 def test_a_handler_that_does_not_answer_holds_up_nothing(run: SoloCoordination) -> None:
     assert run.take() == []
     run.report_success(1, 60)
@@ -96,6 +99,7 @@ def test_an_answer_that_comes_too_late_stops_nothing(run: SoloCoordination, hand
     assert not [push for push in run.take() if isinstance(push, Stop)]
 
 
+@proves("restarts.third-party-handler-blocks")
 def test_the_next_round_waits_for_the_last_answer(run: SoloCoordination, handler: Handler) -> None:
     run.report_failure(1, Failure("host"))
     run.join()

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.errors import UserError
 from holdfast.hosts.ssh.host_list import MOST_HOSTS, Host, parse_hostfile, parse_hosts
+from tests.promises import promise, proves
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,8 @@ def test_a_name_for_people_has_no_user() -> None:
     assert Host("me@node2", 1).name == "node2"
 
 
+@promise("""ssh.hosts-hostfiles-options-make: Hosts, hostfiles and options that make no sense are refused before any
+    ssh.""")
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -71,6 +74,7 @@ def test_a_hostfile_as_mpi_users_have_it() -> None:
     assert parse_hostfile("hosts", text) == tuple(hosts)
 
 
+@proves("ssh.hosts-hostfiles-options-make")
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

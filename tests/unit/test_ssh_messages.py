@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from holdfast.hosts.ssh import messages
 from holdfast.hosts.ssh.messages import End, FrameReader, Hello, Lines, Order, Place
+from tests.promises import proves
 
 MARK = "0123456789abcdef" * 2
 HELLO = Hello(messages.PROTOCOL, "0.1.0", "10.0.0.1", 4321, "machine")
 
 
+@proves("ssh.noise-host-shell-stdout")
 @pytest.mark.parametrize(
     "noise", [b"", b"Welcome to node1\n", b"no end", b"\x1e\x1e" + MARK[:5].encode(), b"\xff\n" * 999]
 )
@@ -40,6 +42,7 @@ def hello(address: str, machine: str) -> Hello:
     return Hello(messages.PROTOCOL, "0.1.0", address, 4321, machine)
 
 
+@proves("ssh.loopback-address-hosts-refused")
 @pytest.mark.parametrize(
     ("first", "second", "problem"),
     [
@@ -62,6 +65,7 @@ def test_an_order_arrives_as_it_was_sent() -> None:
     assert messages.read_order(line) == order
 
 
+@proves("ssh.line-host-lost-torn")
 @given(st.data())
 def test_frames_are_found_wherever_the_stream_is_cut(data: st.DataObject) -> None:
     lines = st.builds(Lines, st.sampled_from(["stdout", "stderr"]), st.binary(max_size=50))

@@ -17,6 +17,7 @@ from holdfast.hangs.compare import (
     stack_lines,
     summary,
 )
+from tests.promises import promise
 
 USER = "/home/me/train.py"
 TORCH = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -57,6 +58,8 @@ PICTURES: dict[str, tuple[list[WorkerLook], list[int]]] = {
 }
 
 
+@promise("""hangs.worker-stands-run-collective: The worker that stands out is the one that cannot run, is not in a
+    collective, is in the smaller group, or is behind, in this order.""")
 @pytest.mark.parametrize(("looks", "expected"), PICTURES.values(), ids=PICTURES)
 def test_who_is_odd(looks: list[WorkerLook], expected: list[int]) -> None:
     seen = picture(reversed(looks))
@@ -216,6 +219,8 @@ def test_the_full_text_has_every_thread_of_every_process() -> None:
     assert text.index("rank 0") < text.index("rank 1")
 
 
+@promise("""output.names-functions-files-stacks: The names of functions and files in stacks are escaped, and stay on
+    their line.""")
 def test_names_that_a_program_has_chosen_stay_on_their_line() -> None:
     hostile = "f\nrank 9 stands out:\x1b[2J"
     frames = '  File "a\x1b.py", line 3 in f\x1b\n', f'  File "b", line {"9" * 5000} in g\n'

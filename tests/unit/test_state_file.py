@@ -15,6 +15,7 @@ from holdfast.failures.records import Failure
 from holdfast.rendezvous.coordinator import state_file as memories
 from holdfast.rendezvous.coordinator.state_file import StateFile, StateFiles
 from holdfast.rendezvous.membership.model import End, Memory, Outcome, Settings
+from tests.promises import promise, proves
 
 OVER = Memory(1, 1, 3, outcome=Outcome(End.FAILED, "no restarts are left", Failure("node", 1, -9, "", "died")))
 
@@ -46,6 +47,7 @@ def test_what_is_written_down_is_recalled(files: StateFiles, memory: Memory) -> 
     files.storage_of("run").clear()
 
 
+@promise("coordinator.memory-file-run-address: The coordinator's memory file is for one run at one address and port.")
 @pytest.mark.parametrize(
     ("address", "port"),
     [
@@ -68,6 +70,8 @@ def test_runs_and_endpoints_do_not_mix(files: StateFiles, tmp_path: Path, addres
     assert (recall(files, "run"), recall(other, "run")) == (at_round(1), at_round(3))
 
 
+@promise("""coordinator.memory-file-private-used: The memory file is private, is used only while it can be true, and is
+    ignored in a directory that others can write to. Junk in it does no harm.""")
 def test_nobody_else_can_read_it_and_nothing_else_is_left(files: StateFiles) -> None:
     files.storage_of("run").save(at_round(1))
     directory = files.storage_of("run").path.parent
@@ -85,6 +89,7 @@ def test_junk_is_told_and_taken_for_a_run_that_was(
     assert "what was written down about run 'run'" in caplog.text
 
 
+@proves("coordinator.memory-file-private-used")
 def test_what_was_written_before_the_host_was_booted_is_over(
     files: StateFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +101,7 @@ def test_what_was_written_before_the_host_was_booted_is_over(
 DAY_S = 86_400
 
 
+@proves("coordinator.node-part-run-comes", "coordinator.memory-file-private-used")
 @pytest.mark.parametrize(("age_s", "is_recalled"), [(0, True), (30, True), (DAY_S - 60, True), (DAY_S + 60, False)])
 def test_how_a_run_ended_is_known_for_a_day(
     files: StateFiles, age_s: float, is_recalled: bool, monkeypatch: pytest.MonkeyPatch
@@ -126,6 +132,7 @@ def test_only_so_many_ends_are_kept_and_no_memory_of_a_run_is_removed(
     assert recall(files, "goes on") == at_round(3)
 
 
+@proves("coordinator.nodes-told-written-down")
 def test_writes_that_wait_for_a_slow_disk_become_one(files: StateFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop goes on meanwhile, and each write is answered when a memory that contains it is durable."""
     is_free, saved, answered = threading.Event(), [], []
@@ -151,6 +158,7 @@ def test_a_round_that_was_sealed_long_ago_may_still_run(files: StateFiles) -> No
     assert recall(files, "run") == at_round(5)
 
 
+@proves("coordinator.memory-file-private-used")
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
 def test_a_directory_that_others_can_write_to_is_not_believed(
     files: StateFiles, caplog: pytest.LogCaptureFixture, mode: int
@@ -199,6 +207,7 @@ def test_a_memory_that_makes_no_sense_counts_as_lost(
     assert "cannot be used: it makes no sense: " in caplog.text
 
 
+@proves("coordinator.user-host-neither-prevent")
 @pytest.mark.parametrize("how", ["a file", "open to all", "a link"])
 def test_a_name_that_another_user_has_taken_is_said_once_and_not_used(
     how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture

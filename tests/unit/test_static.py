@@ -23,6 +23,7 @@ from holdfast.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from holdfast.rendezvous.store import barrier
+from tests.promises import promise, proves
 
 
 def standalone(nodes: int = 1, endpoint: str = "", **config: Any) -> RendezvousHandler:
@@ -59,6 +60,8 @@ def test_handler_facts(create: Any) -> None:
     assert handler.is_closed() is False
 
 
+@promise("""rendezvous.start-group-empty-store: Every start of the group has an empty store, and with `standalone` its
+    own master port.""")
 @either
 def test_every_round_has_an_empty_store(create: Any) -> None:
     handler = create(timeout="7")
@@ -87,6 +90,7 @@ def test_no_rounds_after_the_end(create: Any, close: str) -> None:
     assert handler.shutdown() is True
 
 
+@proves("rendezvous.start-group-empty-store")
 def test_standalone_holds_a_fresh_port_in_each_round() -> None:
     handler = standalone()
     ports = []
@@ -107,6 +111,7 @@ def test_standalone_holds_a_fresh_port_in_each_round() -> None:
     assert ports_of_this_process() & {*ports} == set()
 
 
+@proves("rendezvous.master-port-reserved-rank")
 def test_standalone_worker_can_listen_on_the_master_port() -> None:
     handler = standalone()
     port = handler.next_rendezvous().bootstrap_store_info.master_port
@@ -134,6 +139,8 @@ def test_standalone_refuses(nodes: int, config: dict[str, Any], text: str) -> No
         standalone(nodes, **config)
 
 
+@promise("""rendezvous.static-workers-get-master: With `static` the workers get the master's address and port as the
+    user wrote them, and holdfast does not listen there.""")
 @pytest.mark.parametrize(
     ("endpoint", "expected"),
     [
@@ -149,6 +156,7 @@ def test_static_master_is_what_the_user_wrote(endpoint: str, expected: tuple[str
         assert handler.next_rendezvous().bootstrap_store_info == RendezvousStoreInfo(*expected)
 
 
+@proves("rendezvous.static-workers-get-master")
 def test_static_leaves_the_master_port_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as worker:
         port = worker.getsockname()[1]
@@ -161,6 +169,8 @@ def test_static_leaves_the_master_port_alone() -> None:
             worker.accept()
 
 
+@promise("""rendezvous.static-nodes-coordinator-port: `static` nodes with `coordinator_port=off` run side by side, with
+    fixed ranks.""")
 @pytest.mark.parametrize("rank", [0, 2, "2"])
 def test_static_nodes_without_coordinator(rank: Any) -> None:
     info = fixed(3, rank=rank, coordinator_port="off").next_rendezvous()
@@ -200,12 +210,14 @@ def test_static_refuses(nodes: int, config: dict[str, Any], text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@proves("rendezvous.setting-backend-know-refused")
 @either
 def test_unknown_settings_are_refused(create: Any) -> None:
     with pytest.raises(UserError, match=r"^unknown rendezvous setting 'typo', 'zeal' of backend '[a-z]*'$"):
         create(typo=1, zeal=2, join_timeout=5)
 
 
+@proves("rendezvous.setting-backend-know-refused")
 @either
 def test_every_setting_of_another_backend_is_known(create: Any) -> None:
     """Whatever its value, because it has no effect. People keep settings in scripts."""
@@ -215,6 +227,7 @@ def test_every_setting_of_another_backend_is_known(create: Any) -> None:
     assert of_torchrun < names
 
 
+@proves("rendezvous.setting-backend-know-refused")
 @either
 def test_settings_of_other_backends_are_accepted_and_said_to_do_nothing(
     create: Any, caplog: pytest.LogCaptureFixture
@@ -250,6 +263,7 @@ def test_shutdown_in_another_thread(create: Any) -> None:
         assert rounds[-1].bootstrap_store_info.master_port not in ports_of_this_process()
 
 
+@proves("nodes.static-torch-job-several")
 def test_the_coordinator_is_at_the_port_after_the_masters_unless_told() -> None:
     handler = fixed(3, rank=1)
     master = handler._master

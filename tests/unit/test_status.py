@@ -15,6 +15,7 @@ from holdfast.rendezvous.membership.model import Place, Sealed
 from holdfast.telemetry.history import History
 from holdfast.telemetry.status import AgentStatus, WorkerStatus, plain
 from holdfast.telemetry.stragglers import STEPS, Rate
+from tests.promises import proves
 
 WORKER = WorkerStatus(0, 4, 17, "running", 1000.0, 90.0, stdout="/logs/0/stdout.log")
 PAST = History(50.0)
@@ -29,6 +30,7 @@ def test_nothing_of_it_can_be_changed() -> None:
     assert (STATUS.round, changed(STATUS, round=3).round) == (2, 3)
 
 
+@proves("status.agent-phase-round-place")
 def test_the_json_form() -> None:
     readers = (lambda local_rank: (99.5, 1200 + local_rank), lambda local_rank: Rate(2.5, STEPS, 60.0))
     told = json.loads(json.dumps(plain(STATUS.told(100.0, None, *readers))))

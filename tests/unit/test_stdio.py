@@ -21,6 +21,7 @@ import pytest
 from holdfast import log_lines, stdio
 from holdfast.telemetry import events, metrics
 from tests import support
+from tests.promises import promise, proves
 
 
 @contextlib.contextmanager
@@ -92,6 +93,8 @@ def test_a_full_pipe_holds_up_no_caller_and_gets_everything_in_order() -> None:
         assert not writers(), "the thread ends when all is written"
 
 
+@promise("""output.unread-stderr-full-pipe: An unread stderr (a full pipe, a terminal after Ctrl-S) delays no decision:
+    workers are stopped as usual, and holdfast's messages arrive whole and in order when stderr is read.""")
 def test_what_the_program_has_not_flushed_holds_up_no_caller() -> None:
     """A pipe with room for a page is writable, and has no room for the program's own text."""
     with piped() as (reader, stream), ThreadPoolExecutor(1) as thread:
@@ -115,6 +118,7 @@ SPEAKERS: dict[str, Callable[[], None]] = {
 }
 
 
+@proves("output.unread-stderr-full-pipe")
 @pytest.mark.parametrize("speaker", SPEAKERS)
 def test_nothing_that_holdfast_says_waits_for_a_reader(speaker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
@@ -127,6 +131,7 @@ def test_nothing_that_holdfast_says_waits_for_a_reader(speaker: str, monkeypatch
         assert b"words" in read_all(reader, b"\n")
 
 
+@proves("output.unread-stderr-full-pipe")
 def test_a_terminal_that_is_held_gets_everything_later() -> None:
     near, far = pty.openpty()
     tty.setraw(far)
@@ -139,6 +144,8 @@ def test_a_terminal_that_is_held_gets_everything_later() -> None:
     os.close(near)
 
 
+@promise("""output.most-mib-lines-waits: At most 1 MiB of lines waits for a reader. Later lines are dropped, and their
+    number is written in their place. The report is never dropped.""")
 def test_lines_above_the_bound_are_counted_where_they_are_missing() -> None:
     line = "x" * 1023 + "\n"
     with piped() as (reader, stream):
@@ -205,6 +212,7 @@ class NotebookStream(io.TextIOBase):
         return self._terminal.fileno()
 
 
+@promise("output.notebook-lines-appear-cell: In a notebook holdfast's own lines appear in the cell.")
 def test_in_a_notebook_the_text_reaches_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "terminal").open("w") as terminal:
         stream = NotebookStream(terminal)

@@ -11,6 +11,7 @@ import pytest
 from holdfast.cli import runs, stop
 from holdfast.observe.ask import FoundAgent, LocalRun
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
+from tests.promises import promise
 
 
 class OneRun(LocalRun):
@@ -35,6 +36,8 @@ class Terminal(io.StringIO):
 ASKED = "run job7, with 2 workers on this host (agent 4194305). End it? [y/N] "
 
 
+@promise("""steering.stop-name-shows-run: `holdfast stop` without a name shows the only run of the host and asks on a
+    terminal; elsewhere it demands the name.""")
 @pytest.mark.parametrize(
     ("argv", "stdin", "code", "said"),
     [

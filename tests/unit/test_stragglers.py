@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.telemetry import stragglers
 from holdfast.telemetry.stragglers import FACTOR, LINES, STEPS, WINDOW_S, Rate, Straggler, Track, find, words
+from tests.promises import promise, proves
 
 
 def track_of(*samples: tuple[float, int]) -> Track:
@@ -34,6 +35,7 @@ def test_two_samples_are_needed() -> None:
     assert track_of((10.0, 0)).rate(1000.0) is None
 
 
+@proves("steering.worker-steps-take-long")
 def test_one_that_stands_still_becomes_slow() -> None:
     """The step that it works on counts as done."""
     track = track_of((0.0, 0), (10.0, 1), (20.0, 2))
@@ -42,6 +44,8 @@ def test_one_that_stands_still_becomes_slow() -> None:
     assert per_s(track, 300.0) == 0.01
 
 
+@promise("""steering.worker-steps-take-long: A worker whose steps take long is not slow while it takes one; one that
+    stands still becomes slow.""")
 def test_steps_that_take_long_are_not_slow_meanwhile() -> None:
     """Each call of the worker reports a hundred steps, every 50 s."""
     track = track_of((0.0, 0), (50.0, 100), (100.0, 200))
@@ -74,6 +78,7 @@ def rates(*values: float, unit: str = STEPS, window_s: float = 60.0) -> dict[int
     return {rank: Rate(value, unit, window_s) for rank, value in enumerate(values)}
 
 
+@proves("steering.status-top-json-report")
 @pytest.mark.parametrize(
     ("known", "slow"),
     [

@@ -9,6 +9,7 @@ import pytest
 from holdfast.process.output import terminal
 from holdfast.process.output.folding import FOLD_WAIT_S
 from holdfast.process.output.terminal import PARTIAL_WAIT_S, Source, TerminalView
+from tests.promises import promise, proves
 
 BACK = b"\r\x1b[K"
 
@@ -76,6 +77,8 @@ def test_the_lines_of_those_that_have_ended_still_fold() -> None:
 
 
 class TestPartialLine:
+    @promise("""output.terminal-unfinished-line-several: On a terminal an unfinished line of one of several workers,
+        such as a prompt, is shown after 200 ms. If another line comes before its end, it is written again, whole.""")
     def test_it_is_shown_after_a_while_and_continued(self) -> None:
         screen = Screen()
         assert screen.write(0, b"name", now=1.0) == b""
@@ -87,6 +90,7 @@ class TestPartialLine:
         assert screen.write(0, b"you ", now=1.3) == b"you "
         assert screen.write(0, b"said x\nnext\n", now=1.4) == b"said x\n0>next\n"
 
+    @proves("output.terminal-unfinished-line-several")
     def test_it_is_written_again_if_another_line_comes_between(self) -> None:
         screen = Screen()
         screen.write(0, b"(Pdb) ")
@@ -146,6 +150,9 @@ class TestPartialLine:
 
 
 class TestProgressBar:
+    @promise("""output.terminal-progress-bars-several: On a terminal the progress bars of several workers take one line
+        below all others. It shows the bar of the lowest rank, and changes five times a second at most. Every bar's last
+        state stays.""")
     def test_it_stays_on_one_line_and_changes_at_a_bounded_rate(self) -> None:
         screen = Screen()
         assert [screen.write(0, b"\r%d%%" % number, now=number / 100) for number in range(20)] == [b""] * 20
@@ -165,6 +172,7 @@ class TestProgressBar:
         assert screen.view.pass_time(2.0) == BACK + b"1>line\n0>10%"
         assert screen.write(0, b"20%\r", now=2.0) + screen.view.pass_time(3.0) == b"\r0>20%\x1b[K"
 
+    @proves("output.terminal-progress-bars-several")
     def test_of_several_the_lowest_rank_is_shown(self) -> None:
         screen = Screen(3)
         for rank in (2, 1):

@@ -30,6 +30,7 @@ from holdfast.timer import (
     server,
 )
 from holdfast.timer.client import decode, encode
+from tests.promises import proves
 from tests.support import DEADLINE_S
 
 NEVER = 1e12  # As a time: long after now.
@@ -254,6 +255,7 @@ def test_which_timers_are_armed_and_which_have_expired(local: LocalTimerServer) 
     assert armed(local) == {}
 
 
+@proves("timers.processes-gone-dropped-process")
 @pytest.mark.parametrize(
     ("first", "second", "kept"), [(7, 7, ["a", "b"]), (7, 8, ["b"]), (None, 8, ["b"]), (7, None, [])]
 )

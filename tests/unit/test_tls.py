@@ -16,6 +16,7 @@ from holdfast.errors import UserError
 from holdfast.rendezvous.tls import ReloadingTls
 from tests import support
 from tests.certificates import Certificates, make_certificates, openssl
+from tests.promises import proves
 
 Mine = Callable[[str], list[str]]
 
@@ -83,6 +84,7 @@ def test_files_that_did_not_change_are_not_read_again(mine: Mine) -> None:
     assert tls.context() is tls.context()
 
 
+@proves("coordinator.certificates-renewed-run", "etcd.renewed-certificates-used-run")
 @pytest.mark.parametrize("is_server", [True, False])
 @pytest.mark.parametrize("half_done", [0, 1, 2])
 def test_a_renewal_that_is_half_done_changes_nothing(
@@ -101,6 +103,7 @@ def test_a_renewal_that_is_half_done_changes_nothing(
         shake_hands(*((tls, wrong) if is_server else (wrong, tls)))
 
 
+@proves("coordinator.certificates-renewed-run")
 def test_a_certificate_whose_key_is_still_the_old_one_is_not_used(made: Certificates, mine: Mine) -> None:
     files = mine("server")
     tls = ReloadingTls(*files, is_server=True)
@@ -124,6 +127,7 @@ def test_another_directory_does_not_matter_later(
     assert tls.context() is not before
 
 
+@proves("coordinator.unreadable-token-unusable")
 @pytest.mark.parametrize("is_server", [True, False])
 def test_files_that_cannot_be_used_are_refused_at_the_start(
     made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_server: bool

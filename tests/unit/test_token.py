@@ -13,6 +13,7 @@ from holdfast.cli import token
 from holdfast.rendezvous.membership import keys
 from holdfast.rendezvous.settings import read_token
 from tests import support
+from tests.promises import promise, proves
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +21,8 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOLDFAST_TOKEN", raising=False)
 
 
+@promise("""coordinator.token-makes-token-private: `holdfast token` makes a token in a private file; `holdfast token
+    --run ID` derives one that opens that run only.""")
 def test_a_token_in_a_file_that_the_shell_has_made_is_private_and_can_be_used(tmp_path: Path) -> None:
     made = []
     for name in ("a", "b"):
@@ -33,6 +36,7 @@ def test_a_token_in_a_file_that_the_shell_has_made_is_private_and_can_be_used(tm
     assert all(each is not None and keys.is_made(each) for each in made)
 
 
+@proves("coordinator.token-makes-token-private")
 @pytest.mark.parametrize("of_all_runs", [keys.made_token(b"x" * 32).encode(), b"the token of all runs"])
 def test_the_token_of_one_run(
     of_all_runs: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -60,6 +64,7 @@ def test_mistakes(args: list[str], words: str, capsys: pytest.CaptureFixture[str
     assert (said.out, said.err.startswith(f"holdfast token: error: {words}")) == ("", True), said.err
 
 
+@proves("steering.signal-ends-commands-once")
 def test_a_full_disk_is_an_error_and_a_closed_stdout_is_none() -> None:
     program = [sys.executable, "-m", "holdfast", "token"]
     with open("/dev/full", "wb") as full:

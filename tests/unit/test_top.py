@@ -12,6 +12,7 @@ from holdfast.cli.top import View
 from holdfast.observe.run_view import RunView, Told
 from holdfast.telemetry.status import AgentStatus, NodeStatus, RunStatus, WorkerStatus
 from holdfast.telemetry.stragglers import Rate
+from tests.promises import proves
 
 HOSTILE = "\x1b[2J\nnode 9 forged"
 
@@ -56,6 +57,7 @@ def test_the_tree_of_nodes_and_workers() -> None:
     ]
 
 
+@proves("steering.status-top-json-report")
 def test_workers_that_are_behind_are_named() -> None:
     rates = [Rate(each, "steps", 60.0) for each in (2.0, 2.0, 0.5)]
     lines = shown(view_of(picture(*(worker(rank, step=7, rate=rate) for rank, rate in enumerate(rates)))))
@@ -101,6 +103,7 @@ def test_stacks_scroll_and_any_other_key_leads_back() -> None:
     assert view.stacks is None
 
 
+@proves("steering.top-shows-nodes-workers")
 @pytest.mark.parametrize(("width", "height"), [(40, 10), (40, 4), (200, 60), (10, 5)])
 def test_it_fits_and_the_selected_line_is_there(width: int, height: int) -> None:
     view = view_of(picture(*(worker(rank) for rank in range(300))))
@@ -109,6 +112,7 @@ def test_it_fits_and_the_selected_line_is_there(width: int, height: int) -> None
     assert any(line.startswith("> rank") for line in shown(view, width, height))
 
 
+@proves("steering.top-puts-terminal-back")
 def test_hostile_names_stay_on_their_line() -> None:
     view = view_of(picture(worker(0), name=HOSTILE, run_id=HOSTILE, problem=HOSTILE))
     lines = shown(view, 200)

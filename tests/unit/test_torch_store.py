@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.process import torch_store
 from holdfast.process.torch_store import Client, TorchStore
+from tests.promises import proves
 from tests.torch_wire import CANCEL_WAIT, VALIDATE, add, barrier, compare_set, get, i64, set_, sized, wait
 
 
@@ -33,6 +34,7 @@ def problem_with(request: bytes, *, is_validated: bool = True) -> str:
     return problem
 
 
+@proves("workers.store-answers-request-torch")
 def test_requests_arrive_in_pieces_of_any_size() -> None:
     requests = VALIDATE + set_("/k", b"v" * 20) + add("/n", 7) + get("/k") + wait("/k", "/n") + add("/n", -10)
     expected = i64(7) + sized(b"v" * 20) + b"\0" + i64(-3)
@@ -77,6 +79,7 @@ def test_what_others_were_woken_for_reaches_them_though_the_client_breaks_the_pr
     assert (answered, problem) == ([waiting], "sent the operation 99, which this store does not know")
 
 
+@proves("workers.client-store-breaks-protocol")
 @pytest.mark.parametrize(
     ("request_", "expected"),
     [
@@ -91,6 +94,7 @@ def test_limits(request_: bytes, expected: str) -> None:
     assert problem_with(request_).startswith(expected)
 
 
+@proves("workers.client-store-breaks-protocol")
 def test_values_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """What replaces or removes a value makes room."""
     monkeypatch.setattr(torch_store, "MAX_STORE_BYTES", 2000)
@@ -102,12 +106,14 @@ def test_values_are_bounded_in_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.take(client, set_("/k", b"v" * 1000))[1] == "wants to store more than 0 GiB"
 
 
+@proves("workers.client-store-breaks-protocol")
 def test_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_store, "MAX_REQUEST_BYTES", 100)
     many = b"\x0b" + struct.pack("<Q", 20) + (sized(b"/k") + sized(b"v" * 10)) * 20
     assert problem_with(many) == "sent a request of more than 0 MiB"
 
 
+@proves("workers.client-store-breaks-protocol")
 @pytest.mark.parametrize(
     ("beginning", "expected"),
     [

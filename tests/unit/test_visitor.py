@@ -8,8 +8,11 @@ import pytest
 
 from holdfast.errors import UserError
 from holdfast.rendezvous.client import visitor
+from tests.promises import promise
 
 
+@promise("""steering.commands-rdzv-endpoint-rdzv: Commands by `--rdzv-endpoint` with `--rdzv-backend static` ask at
+    `coordinator_port`, not at the port of the workers.""")
 @pytest.mark.parametrize(
     ("backend", "endpoint", "config", "place"),
     [

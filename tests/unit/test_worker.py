@@ -18,6 +18,7 @@ from holdfast.process.spawner import bootstrap
 from holdfast.process.workers.group import SpawnerLostError, is_curable
 from holdfast.process.workers.ladder import Ladder
 from holdfast.process.workers.worker import Slot
+from tests.promises import promise, proves
 
 STOP = Ladder(signal.SIGTERM, 2.5, 0.0)
 ERROR = {"message": {"message": "ValueError: x", "extraInfo": {}}}
@@ -110,6 +111,7 @@ def test_the_box_of_one_that_cannot_be_killed_is_kept() -> None:
     assert slot.has_raised()
 
 
+@proves("workers.function-trusted-caller-values")
 def test_values(slot: Slot) -> None:
     assert slot.return_value() is None
     other = Slot(1, os.memfd_create("box"), pid=1, is_function=True)
@@ -124,6 +126,9 @@ class Trap:
         return pytest.fail, ("it was unpickled",)
 
 
+@promise("""workers.function-trusted-caller-values: Function workers are trusted as their caller is: their values are
+    unpickled, but only after exit code 0, and may have any size. Programs are not: nothing that a program leaves is
+    unpickled.""")
 @pytest.mark.parametrize(("is_function", "exitcode"), [(False, 0), (False, 1), (True, None), (True, 3), (True, -9)])
 def test_values_that_are_never_read(is_function: bool, exitcode: int | None) -> None:
     """A program has none, and a function none before it has ended well."""
@@ -151,6 +156,8 @@ HOSTILE_BOXES = {
 }
 
 
+@promise("""failures.black-box-program-last: Of the black box of a program the last MiB is read, with 64 records at
+    most. So a box of any size and content costs milliseconds and some MiB, and the newest error is found.""")
 @pytest.mark.parametrize("fill", HOSTILE_BOXES.values(), ids=HOSTILE_BOXES)
 def test_the_box_of_a_program_costs_little_whatever_is_in_it(fill: Any) -> None:
     """In memory; that it costs no time either follows, as nothing but the end of it is read."""
@@ -207,6 +214,9 @@ def test_a_worker_that_was_being_started_did_not_have_to_be_killed() -> None:
     assert slot.how_stopped() == "while it was being started"
 
 
+@promise("""failures.node-program-started-missing: A node on which the program cannot be started (missing, no
+    permission, bad interpreter) fails a run of several nodes at once, with the reason, and no restart is tried. A start
+    that failed because the host lacked something for a moment is a failure of the round.""")
 @pytest.mark.parametrize(
     ("error", "may_try_again"),
     [
