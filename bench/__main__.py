@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from bench import agent, nodes, rendezvous, restart, start
+from bench import agent, nodes, rendezvous, restart, start, store
 from bench import page as pages
 from bench.results import Results, Section
 from bench.sides import end_descendants, environment, own_all_processes
@@ -114,6 +114,12 @@ MEASURES = (
         "adoption", "Adoption after a restart of the coordinator", rendezvous.measure_adoption, 3,
         "Light clients have formed a round; the coordinator is killed and started again, and all come back with their "
         "places, until a heartbeat of each one was answered.",
+    ),
+    Measure(
+        "store", "torch's store", store.measure_store, 3,
+        "The store at which torch's ranks meet: holdfast's server, in pure Python, beside the one of torchrun (libuv), "
+        "with the same client on plain sockets. The time of a barrier includes what the one client process needs to "
+        "send and to read.",
     ),
     Measure(
         "idle_coordinator", "A coordinator at rest", rendezvous.measure_idle_coordinator, 3,

@@ -13,7 +13,7 @@ from tests.torch_wire import CANCEL_WAIT, VALIDATE, add, barrier, compare_set, g
 
 
 def client_of(store: TorchStore, name: str = "a") -> Client:
-    client = Client(name, store)
+    client = Client(name)
     assert store.take(client, VALIDATE) == ([], "")
     return client
 
@@ -29,7 +29,7 @@ def said(store: TorchStore, client: Client, request: bytes) -> bytes:
 
 def problem_with(request: bytes, *, is_validated: bool = True) -> str:
     store = TorchStore()
-    client = client_of(store) if is_validated else Client("a", store)
+    client = client_of(store) if is_validated else Client("a")
     _, problem = store.take(client, request)
     return problem
 
@@ -40,7 +40,7 @@ def test_requests_arrive_in_pieces_of_any_size() -> None:
     expected = i64(7) + sized(b"v" * 20) + b"\0" + i64(-3)
     for size in (1, 2, 3, 7, 20, len(requests)):
         store, pieces = TorchStore(), range(0, len(requests), size)
-        client = Client("a", store)
+        client = Client("a")
         assert b"".join(said(store, client, requests[at : at + size]) for at in pieces) == expected
 
 

@@ -8,8 +8,9 @@ The wire is that of torch: one byte names the operation, its arguments follow; a
 and its bytes; all numbers are little-endian. A connection has one request at a time, except that `CANCEL_WAIT` may
 follow `WAIT`. There are two parts:
 
-`TorchStore`  the keys, the queues and the clients that wait. It takes bytes and leaves bytes in `Client.output`.
-              A client's requests are read by a generator, which pauses where bytes are missing.
+`TorchStore`  the keys, the queues and the clients that wait. It takes bytes and leaves bytes in `Client.output`. If
+              bytes of a request are missing, it is begun again when more have come; the arguments that were there are
+              kept (`Client.taken`), so that a long request is not read twice.
 `serve`       one thread around it: sockets and epoll.
 
 A client that breaks the protocol, exceeds a limit or speaks another protocol is told nothing, as nothing could reach it
@@ -27,14 +28,12 @@ import time
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import: a fork of the spawner runs this.
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from typing import NoReturn
-
-    _Reader = Generator[None, None, None]
 else:
     from _collections import deque
 
-_MAGIC = 0x3C85F7CE
+_MAGIC = b"\xce\xf7\x85\x3c"
 MAX_KEY_BYTES = 8 << 10
 MAX_VALUE_BYTES = 8 << 20
 MAX_KEYS = 128 << 10  # In one request.
@@ -68,20 +67,29 @@ class ProtocolError(Exception):
     """The connection is closed. The text says why."""
 
 
+class _Incomplete(Exception):  # noqa: N818
+    """More bytes are needed."""
+
+
 class Client:
-    """One connection. `missing` are the keys of a `WAIT` that is not answered yet. `barrier` is the key of a `BARRIER`
+    """One connection. `operation` is the number of the request that is being read, -1 between two, and `taken` are its
+    arguments so far. `missing` are the keys of a `WAIT` that is not answered yet. `barrier` is the key of a `BARRIER`
     that is not answered yet, with the number that its counter must reach."""
 
-    __slots__ = ("at", "barrier", "input", "is_validated", "missing", "name", "output", "reader")
+    __slots__ = ("at", "barrier", "input", "is_validated", "missing", "name", "next", "operation", "output", "size",
+                 "taken")  # fmt: skip
 
-    def __init__(self, name: str, store: TorchStore) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.input, self.output = bytearray(), bytearray()
+        self.input, self.output = b"", bytearray()
         self.at = 0  # How much of the input has been taken.
+        self.operation = -1
+        self.taken: list[bytes | int] = []
+        self.next = 0  # Which of them is read next.
+        self.size = 0  # Of the request so far.
         self.missing: set[bytes] = set()
         self.barrier: tuple[bytes, int] | None = None
         self.is_validated = False
-        self.reader: _Reader = store.requests(self)
 
 
 class TorchStore:
@@ -93,7 +101,7 @@ class TorchStore:
         self._waiting: dict[bytes, dict[Client, None]] = {}  # By key, in order of arrival.
         self._size = 0
         self._woken: list[Client] = []
-        self._operations: dict[int, Callable[[Client], Generator[None, None, bytes]]] = {
+        self._operations: dict[int, Callable[[Client], bytes]] = {
             1: self._set,
             2: self._compare_set,
             3: self._get,
@@ -117,10 +125,15 @@ class TorchStore:
     def take(self, client: Client, data: bytes) -> tuple[list[Client], str]:
         """Bytes from a client. Returns the clients that have got output, and why the connection of this one has to be
         closed, if it has to."""
-        client.input += data
-        problem = ""
+        client.input = client.input[client.at :] + data if client.at < len(client.input) else data
+        client.at, problem = 0, ""
         try:
-            next(client.reader)
+            if not client.is_validated:
+                self._validate(client)
+            while client.at < len(client.input):
+                self._take_request(client)
+        except _Incomplete:
+            pass
         except ProtocolError as error:
             problem = str(error)
         woken, self._woken = self._woken, []
@@ -129,86 +142,94 @@ class TorchStore:
     def drop(self, client: Client) -> None:
         """Its connection is closed."""
         self._stop_waiting(client)
-        client.reader.close()
 
-    # Reading requests. Each function pauses where bytes are missing.
+    # Reading requests. Arguments that are not all there raise _Incomplete.
 
-    def requests(self, client: Client) -> _Reader:
-        yield from self._validate(client)
-        while True:
-            del client.input[: client.at]
-            client.at = 0
-            while not client.input:
-                yield
-            number = client.input[0]
-            client.at = 1
-            operation = self._operations.get(number)
-            if operation is None:
-                raise ProtocolError(f"sent the operation {number}, which this store does not know")
-            client.output += yield from operation(client)
-            if len(client.output) > _MAX_UNREAD_BYTES:
-                raise ProtocolError(f"left {len(client.output) >> 20} MiB of answers unread")
+    def _take_request(self, client: Client) -> None:
+        if client.operation < 0:
+            client.operation = client.input[client.at]
+            client.at += 1
+        client.next = 0
+        operation = self._operations.get(client.operation)
+        if operation is None:
+            raise ProtocolError(f"sent the operation {client.operation}, which this store does not know")
+        client.output += operation(client)
+        client.operation, client.size = -1, 0
+        client.taken.clear()
+        if len(client.output) > _MAX_UNREAD_BYTES:
+            raise ProtocolError(f"left {len(client.output) >> 20} MiB of answers unread")
 
-    def _validate(self, client: Client) -> _Reader:
-        while not client.input:
-            yield
-        if client.input[0] != 0:
-            while len(client.input) < 4 and any(each.startswith(bytes(client.input)) for each in _OTHER_PROTOCOLS):
-                yield
-            raise ProtocolError(_foreign(bytes(client.input[:4])))
-        client.at = 1
-        if _U32.unpack((yield from self._bytes(client, 4)))[0] != _MAGIC:
+    def _validate(self, client: Client) -> None:
+        if client.input[:1] != b"\0":
+            if len(client.input) < 4 and any(each.startswith(client.input) for each in _OTHER_PROTOCOLS):
+                raise _Incomplete
+            raise ProtocolError(_foreign(client.input[:4]))
+        if len(client.input) < 5:
+            raise _Incomplete
+        if client.input[1:5] != _MAGIC:
             raise ProtocolError("is not a client of torch's store")
-        client.is_validated = True
+        client.is_validated, client.at = True, 5
 
-    def _bytes(self, client: Client, count: int) -> Generator[None, None, bytes]:
-        begins, ends = client.at, client.at + count
-        if ends > MAX_REQUEST_BYTES:
-            raise ProtocolError(f"sent a request of more than {MAX_REQUEST_BYTES >> 20} MiB")
-        while len(client.input) < ends:
-            yield
-        client.at = ends
-        return bytes(client.input[begins:ends])
-
-    def _text(self, client: Client, limit: int, what: str) -> Generator[None, None, bytes]:
-        (length,) = _U64.unpack((yield from self._bytes(client, 8)))
+    def _text(self, client: Client, limit: int, what: str) -> bytes:
+        if client.next < len(client.taken):
+            client.next += 1
+            return client.taken[client.next - 1]  # type: ignore[return-value]  # It was read here.
+        data, begins = client.input, client.at + 8
+        if len(data) < begins:
+            raise _Incomplete
+        (length,) = _U64.unpack_from(data, client.at)
         if length > limit:
             raise ProtocolError(f"sent a {what} of {length} bytes; at most {limit} are possible")
-        return (yield from self._bytes(client, length))
+        client.size += length
+        if client.size > MAX_REQUEST_BYTES:
+            raise ProtocolError(f"sent a request of more than {MAX_REQUEST_BYTES >> 20} MiB")
+        ends = begins + length
+        if len(data) < ends:
+            client.size -= length
+            raise _Incomplete
+        text = data[begins:ends]
+        client.at = ends
+        client.next += 1
+        client.taken.append(text)
+        return text
 
-    def _key(self, client: Client) -> Generator[None, None, bytes]:
-        return (yield from self._text(client, MAX_KEY_BYTES, "key"))
+    def _key(self, client: Client) -> bytes:
+        return self._text(client, MAX_KEY_BYTES, "key")
 
-    def _value(self, client: Client) -> Generator[None, None, bytes]:
-        return (yield from self._text(client, MAX_VALUE_BYTES, "value"))
+    def _value(self, client: Client) -> bytes:
+        return self._text(client, MAX_VALUE_BYTES, "value")
 
-    def _number(self, client: Client) -> Generator[None, None, int]:
-        number: int = _I64.unpack((yield from self._bytes(client, 8)))[0]
+    def _number(self, client: Client, layout: struct.Struct = _I64) -> int:
+        if client.next < len(client.taken):
+            client.next += 1
+            return client.taken[client.next - 1]  # type: ignore[return-value]  # It was read here.
+        if len(client.input) < client.at + layout.size:
+            raise _Incomplete
+        number: int = layout.unpack_from(client.input, client.at)[0]
+        client.at += layout.size
+        client.next += 1
+        client.taken.append(number)
         return number
 
-    def _count(self, client: Client) -> Generator[None, None, int]:
-        count: int = _U64.unpack((yield from self._bytes(client, 8)))[0]
+    def _count(self, client: Client) -> int:
+        count = self._number(client, _U64)
         if count > MAX_KEYS:
             raise ProtocolError(f"named {count} keys in one request; at most {MAX_KEYS} are possible")
         return count
 
-    def _keys(self, client: Client) -> Generator[None, None, list[bytes]]:
-        keys = []
-        for _ in range((yield from self._count(client))):
-            keys.append((yield from self._key(client)))
-        return keys
+    def _keys(self, client: Client) -> list[bytes]:
+        return [self._key(client) for _ in range(self._count(client))]
 
-    # Operations. Each returns its answer, which is empty if there is none, or none yet.
+    # Operations. Each reads all its arguments first, and returns its answer, which is empty if there is none, or none
+    # yet.
 
-    def _set(self, client: Client) -> Generator[None, None, bytes]:
-        key = yield from self._key(client)
-        self._store(key, (yield from self._value(client)))
+    def _set(self, client: Client) -> bytes:
+        key = self._key(client)
+        self._store(key, self._value(client))
         return b""
 
-    def _compare_set(self, client: Client) -> Generator[None, None, bytes]:
-        key = yield from self._key(client)
-        expected = yield from self._value(client)
-        desired = yield from self._value(client)
+    def _compare_set(self, client: Client) -> bytes:
+        key, expected, desired = self._key(client), self._value(client), self._value(client)
         present = self._values.get(key)
         if present is None and expected:
             return _sized(expected)
@@ -217,80 +238,70 @@ class TorchStore:
             present = desired
         return _sized(present)
 
-    def _get(self, client: Client) -> Generator[None, None, bytes]:
-        return _sized(self._values.get((yield from self._key(client)), b""))
+    def _get(self, client: Client) -> bytes:
+        return _sized(self._values.get(self._key(client), b""))
 
-    def _add(self, client: Client) -> Generator[None, None, bytes]:
-        key = yield from self._key(client)
-        return _I64.pack(self._increase(key, (yield from self._number(client))))
+    def _add(self, client: Client) -> bytes:
+        key = self._key(client)
+        return _I64.pack(self._increase(key, self._number(client)))
 
-    def _check(self, client: Client) -> Generator[None, None, bytes]:
-        keys = yield from self._keys(client)
-        return _DONE if all(map(self._is_there, keys)) else _NOT_READY
+    def _check(self, client: Client) -> bytes:
+        return _DONE if all(map(self._is_there, self._keys(client))) else _NOT_READY
 
-    def _wait(self, client: Client) -> Generator[None, None, bytes]:
-        keys = yield from self._keys(client)
+    def _wait(self, client: Client) -> bytes:
+        keys = self._keys(client)
         self._stop_waiting(client)
         client.missing = {key for key in keys if not self._is_there(key)}
         for key in client.missing:
             self._waiting.setdefault(key, {})[client] = None
         return b"" if client.missing else _DONE
 
-    def _cancel_wait(self, client: Client) -> Generator[None, None, bytes]:
+    def _cancel_wait(self, client: Client) -> bytes:
         self._stop_waiting(client)
         return _CANCELLED
-        yield
 
-    def _count_keys(self, client: Client) -> Generator[None, None, bytes]:
+    def _count_keys(self, client: Client) -> bytes:
         return _I64.pack(len(self._values))
-        yield
 
-    def _list_keys(self, client: Client) -> Generator[None, None, bytes]:
+    def _list_keys(self, client: Client) -> bytes:
         return _I64.pack(len(self._values)) + b"".join(map(_sized, self._values))
-        yield
 
-    def _delete(self, client: Client) -> Generator[None, None, bytes]:
-        key = yield from self._key(client)
+    def _delete(self, client: Client) -> bytes:
+        key = self._key(client)
         value = self._values.pop(key, None)
         if value is not None:
             self._size -= len(key) + len(value) + _KEY_COST_BYTES
         return _I64.pack(value is not None)
 
-    def _append(self, client: Client) -> Generator[None, None, bytes]:
-        key = yield from self._key(client)
-        value = yield from self._value(client)
+    def _append(self, client: Client) -> bytes:
+        key, value = self._key(client), self._value(client)
         self._store(key, self._values.get(key, b"") + value)
         return b""
 
-    def _get_many(self, client: Client) -> Generator[None, None, bytes]:
-        values = [self._values.get(key, b"") for key in (yield from self._keys(client))]
+    def _get_many(self, client: Client) -> bytes:
+        values = [self._values.get(key, b"") for key in self._keys(client)]
         if sum(map(len, values)) > MAX_REQUEST_BYTES:
             raise ProtocolError(f"asked for more than {MAX_REQUEST_BYTES >> 20} MiB in one request")
         return b"".join(map(_sized, values))
 
-    def _set_many(self, client: Client) -> Generator[None, None, bytes]:
-        pairs = []
-        for _ in range((yield from self._count(client))):
-            key = yield from self._key(client)
-            pairs.append((key, (yield from self._value(client))))
-        for key, value in pairs:
+    def _set_many(self, client: Client) -> bytes:
+        for key, value in [(self._key(client), self._value(client)) for _ in range(self._count(client))]:
             self._store(key, value)
         return b""
 
-    def _ping(self, client: Client) -> Generator[None, None, bytes]:
-        return (yield from self._bytes(client, 4))
+    def _ping(self, client: Client) -> bytes:
+        return _U32.pack(self._number(client, _U32))
 
-    def _push(self, client: Client) -> Generator[None, None, bytes]:
-        key = yield from self._key(client)
-        value = yield from self._value(client)
+    def _push(self, client: Client) -> bytes:
+        key, value = self._key(client), self._value(client)
         self._grow(len(key) + len(value) + _KEY_COST_BYTES)
         self._queues.setdefault(key, deque()).append(value)
         for waiting in [*self._waiting.get(key, ())][:1]:  # One value is for one client.
             self._arrived(key, waiting)
         return b""
 
-    def _pop(self, client: Client) -> Generator[None, None, bytes]:
-        key = yield from self._key(client)
+    def _pop(self, client: Client) -> bytes:
+        key = self._key(client)
         queue = self._queues.get(key)
         if not queue:
             return _I64.pack(0)
@@ -300,12 +311,11 @@ class TorchStore:
             del self._queues[key]
         return answer
 
-    def _queue_length(self, client: Client) -> Generator[None, None, bytes]:
-        return _I64.pack(len(self._queues.get((yield from self._key(client)), ())))
+    def _queue_length(self, client: Client) -> bytes:
+        return _I64.pack(len(self._queues.get(self._key(client), ())))
 
-    def _barrier(self, client: Client) -> Generator[None, None, bytes]:
-        key = yield from self._key(client)
-        world = yield from self._number(client)
+    def _barrier(self, client: Client) -> bytes:
+        key, world = self._key(client), self._number(client)
         if self._increase(key, 1) >= world:
             return _DONE
         self._stop_waiting(client)
@@ -441,7 +451,7 @@ class Server:
             sock = _socket.socket(fileno=fd)
             sock.setblocking(False)
             sock.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
-            client = Client(f"{address[0]}:{address[1]}", self._store)
+            client = Client(f"{address[0]}:{address[1]}")
             connection = _Connection(sock, client, time.monotonic() + _VALIDATE_WITHIN_S)
             self._connections[fd] = self._strangers[fd] = self._by_client[client] = connection
             self._poller.register(fd, select.EPOLLIN)
