@@ -20,8 +20,8 @@ from tests import torch_wire
 
 _OURS = """
 import socket, sys
-from holdfast.process import torch_store
-torch_store.serve(socket.socket(fileno=int(sys.argv[1])), print)
+from holdfast.process import torch_store_server
+torch_store_server.serve(socket.socket(fileno=int(sys.argv[1])), print)
 """
 _THEIRS = """
 import sys, time

@@ -83,6 +83,7 @@ _PURE = {
     "hosts": "agent_fleet engine_detection host_lines job kubernetes own_lines",
     "hosts/ssh": "command host_list messages",
     "observe": "log_tail",
+    "process": "torch_store",
     "process/output": "folding lines terminal",
     "process/workers": "ladder",
     "rendezvous/client": "reachability",
@@ -94,7 +95,7 @@ _PURE = {
 }
 PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for name in names.split()]
 DATA_MODULES = {
-    "__future__", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools", "hashlib", "heapq",
+    "__future__", "_collections", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools", "hashlib", "heapq",
     "hmac", "inspect", "itertools", "json", "math", "msgspec", "msgspec.msgpack", "operator", "re", "signal", "string",
     "struct", "types", "typing", "zlib",
     # What pure modules take from these is data.

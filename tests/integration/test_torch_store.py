@@ -28,9 +28,10 @@ SECOND = timedelta(seconds=1)
 
 SERVE = """
 import socket, sys
-from holdfast.process import torch_store
-vars(torch_store).update(eval(sys.argv[2]))
-torch_store.serve(socket.socket(fileno=int(sys.argv[1])), lambda line: print(line, flush=True))
+from holdfast.process import torch_store, torch_store_server
+for module in (torch_store, torch_store_server):
+    vars(module).update(eval(sys.argv[2]))
+torch_store_server.serve(socket.socket(fileno=int(sys.argv[1])), lambda line: print(line, flush=True))
 """
 
 

@@ -1,4 +1,4 @@
-"""A store that torch's client (`torch.distributed.TCPStore`) speaks to. It outlives rank 0 and is fresh in every round.
+"""A store that torch's client (`torch.distributed.TCPStore`) speaks to; fresh in every round, it outlives rank 0. Pure.
 
 The agent of rank 0 makes the round's master port listen, and the spawner forks a process that serves this store there.
 Workers are clients. The process ends with the round: the next round has another port and another process, so a client
@@ -6,30 +6,24 @@ of an earlier round meets a closed connection and never a key of the past.
 
 The wire is that of torch: one byte names the operation, its arguments follow; a key or a value is a length of 8 bytes
 and its bytes; all numbers are little-endian. A connection has one request at a time, except that `CANCEL_WAIT` may
-follow `WAIT`. There are two parts:
+follow `WAIT`.
 
-`TorchStore`  the keys, the queues and the clients that wait. It takes bytes and leaves bytes in `Client.output`. If
-              bytes of a request are missing, it is begun again when more have come; the arguments that were there are
-              kept (`Client.taken`), so that a long request is not read twice.
-`serve`       one thread around it: sockets and epoll.
+`TorchStore` has the keys, the queues and the clients that wait. It takes bytes and leaves bytes in `Client.output`. If
+bytes of a request are missing, it is begun again when more have come; the arguments that were there are kept
+(`Client.taken`), so that a long request is not read twice. `torch_store_server` has the sockets around it.
 
 A client that breaks the protocol, exceeds a limit or speaks another protocol is told nothing, as nothing could reach it
-in its words: its connection is closed, and one line says why. Only so many connections may be open that have not sent
-the first message; it is due within seconds.
+in its words: its connection is closed, and one line says why.
 """
 
 from __future__ import annotations
 
-import _socket
-import select
 import struct
-import time
 
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import: a fork of the spawner runs this.
 if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Callable
-    from typing import NoReturn
 else:
     from _collections import deque
 
@@ -40,12 +34,7 @@ MAX_KEYS = 128 << 10  # In one request.
 MAX_REQUEST_BYTES = 256 << 20
 MAX_STORE_BYTES = 2 << 30
 _KEY_COST_BYTES = 200  # What an entry costs besides its bytes.
-_VALIDATE_WITHIN_S = 5.0
-_MAX_STRANGERS = 1024
-_READ_BYTES = 1 << 18
-_READS_IN_A_TURN = 16
 _MAX_UNREAD_BYTES = MAX_REQUEST_BYTES  # Answers that the client has not read when it asks again.
-_LINES_AT_MOST = 20
 
 _U64 = struct.Struct("<Q")
 _I64 = struct.Struct("<q")
@@ -392,141 +381,3 @@ def _foreign(beginning: bytes) -> str:
         if beginning.startswith(start):
             return f"speaks {name}; this port is for torch's store"
     return "is not a client of torch's store"
-
-
-# The shell.
-
-
-class _Connection:
-    """`stranger_until` is when it is closed unless it has sent the first message."""
-
-    __slots__ = ("client", "is_blocked", "sock", "stranger_until")
-
-    def __init__(self, sock: _socket.socket, client: Client, stranger_until: float) -> None:
-        self.sock, self.client, self.stranger_until = sock, client, stranger_until
-        self.is_blocked = False
-
-
-class Server:
-    """Serves at a listening socket. `say` is called with lines for the user."""
-
-    def __init__(self, listener: _socket.socket, say: Callable[[str], None]) -> None:
-        self._listener, self._say = listener, say
-        self._store = TorchStore()
-        self._poller = select.epoll()
-        self._connections: dict[int, _Connection] = {}
-        self._by_client: dict[Client, _Connection] = {}
-        self._strangers: dict[int, _Connection] = {}  # In order of arrival.
-        self._lines = 0
-
-    def run(self) -> NoReturn:
-        """Until the process ends."""
-        self._listener.setblocking(False)
-        self._poller.register(self._listener, select.EPOLLIN)
-        while True:
-            for fd, events in self._poller.poll(self._wait_s(), 256):
-                if fd == self._listener.fileno():
-                    self._accept()
-                elif (connection := self._connections.get(fd)) is not None:
-                    if events & select.EPOLLOUT:
-                        self._flush(connection)
-                    if events & ~select.EPOLLOUT:
-                        self._read(connection)
-            self._drop_late_strangers()
-
-    def _wait_s(self) -> float:
-        for connection in self._strangers.values():
-            return max(0.0, connection.stranger_until - time.monotonic())
-        return -1
-
-    def _accept(self) -> None:
-        for _ in range(_MAX_STRANGERS):
-            try:
-                fd, address = self._listener._accept()  # type: ignore[attr-defined]  # The stubs do not know it.
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._report(f"torch's store cannot accept a connection: {error.strerror}")
-                return
-            sock = _socket.socket(fileno=fd)
-            sock.setblocking(False)
-            sock.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
-            client = Client(f"{address[0]}:{address[1]}")
-            connection = _Connection(sock, client, time.monotonic() + _VALIDATE_WITHIN_S)
-            self._connections[fd] = self._strangers[fd] = self._by_client[client] = connection
-            self._poller.register(fd, select.EPOLLIN)
-            if len(self._strangers) > _MAX_STRANGERS:
-                self._drop(next(iter(self._strangers.values())), "was the oldest of too many that said nothing")
-
-    def _drop_late_strangers(self) -> None:
-        now = time.monotonic()
-        for connection in [*self._strangers.values()]:
-            if connection.stranger_until > now:
-                return
-            self._drop(connection, f"said nothing for {_VALIDATE_WITHIN_S:g} s")
-
-    def _read(self, connection: _Connection) -> None:
-        client = connection.client
-        for _ in range(_READS_IN_A_TURN):
-            try:
-                data = connection.sock.recv(_READ_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._drop(connection)
-                return
-            answered, problem = self._store.take(client, data)
-            if client.is_validated:
-                self._strangers.pop(connection.sock.fileno(), None)
-            for each in answered:
-                if each in self._by_client:
-                    self._flush(self._by_client[each])
-            if problem:
-                self._drop(connection, problem)
-            if problem or len(data) < _READ_BYTES or client not in self._by_client:
-                return
-
-    def _flush(self, connection: _Connection) -> None:
-        output = connection.client.output
-        if output:
-            try:
-                del output[: connection.sock.send(output)]
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._drop(connection)
-                return
-        if bool(output) != connection.is_blocked:
-            connection.is_blocked = bool(output)
-            self._poller.modify(connection.sock, select.EPOLLIN | (select.EPOLLOUT if output else 0))
-
-    def _drop(self, connection: _Connection, problem: str = "") -> None:
-        fd = connection.sock.fileno()
-        if self._connections.pop(fd, None) is None:
-            return
-        self._strangers.pop(fd, None)
-        del self._by_client[connection.client]
-        self._store.drop(connection.client)
-        self._poller.unregister(fd)
-        connection.sock.close()
-        if problem:
-            self._report(f"torch's store closed the connection from {connection.client.name}: it {problem}")
-
-    def _report(self, line: str) -> None:
-        self._lines += 1
-        if self._lines <= _LINES_AT_MOST:
-            self._say(line + (" (further lines of this kind are left out)" if self._lines == _LINES_AT_MOST else ""))
-
-
-def serve(listener: _socket.socket, say: Callable[[str], None]) -> NoReturn:
-    """Each client needs a descriptor. The usual soft limit is for programs that use select."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):
-        pass
-    Server(listener, say).run()

@@ -67,9 +67,9 @@ class RoundStore:
 
         try:
             self._settle()
-            from holdfast.process import torch_store
+            from holdfast.process import torch_store_server
 
-            torch_store.serve(_socket.socket(fileno=self._listener_fd), say)
+            torch_store_server.serve(_socket.socket(fileno=self._listener_fd), say)
         except BaseException as error:
             say(f"torch's store has failed: {type(error).__name__}: {error}")
         os._exit(1)
