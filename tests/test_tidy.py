@@ -95,7 +95,8 @@ _PURE = {
 }
 PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for name in names.split()]
 DATA_MODULES = {
-    "__future__", "_collections", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools", "hashlib", "heapq",
+    "__future__", "_collections", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
+    "hashlib", "heapq",
     "hmac", "inspect", "itertools", "json", "math", "msgspec", "msgspec.msgpack", "operator", "re", "signal", "string",
     "struct", "types", "typing", "zlib",
     # What pure modules take from these is data.
