@@ -20,6 +20,7 @@ from holdfast.agent.model import (
 )
 from holdfast.agent.workers import Workers
 from holdfast.log import Logger
+from holdfast.process import adoption
 from holdfast.process.output.logs import LogsSpecs
 from holdfast.process.workers.group import GroupSpec
 
@@ -57,6 +58,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
         log.prefix_warnings()
+        adoption.announce()
         self._health_check_server = health_check_server
         self._group = group or _group_spec(spec, logs_specs, start_method, log_line_prefix_template)
         place = (self._worker_group, shutdown_timeout, stuck_timeout_s(uninterruptible_state_timeout))

@@ -14,6 +14,7 @@ PROGRAM = "holdfast"
 # Command -> the function that returns its exit code, and what it does.
 COMMANDS = {
     "run": ("holdfast.cli.run:command", "start workers on this machine and keep them together"),
+    "adopt": ("holdfast.cli.adopt:main", "run a command that calls torchrun, with holdfast in its place"),
     "submit": ("holdfast.cli.submit:submit", "start a job on the nodes of an engine, such as Slurm"),
     "render": ("holdfast.cli.submit:render", "print the batch script or manifest of a job for an engine"),
     "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of a run"),
@@ -29,8 +30,12 @@ COMMANDS = {
     "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),
 }
 
-# Commands that holdfast itself starts, by this name, on other hosts.
-_INTERNAL = {"remote-agent": "holdfast.cli.remote_agent:main"}
+# Commands that holdfast itself starts, by this name: on other hosts, and in adopted programs.
+_INTERNAL = {
+    "remote-agent": "holdfast.cli.remote_agent:main",
+    "adopted-run": "holdfast.adopt.launch:run_command",
+    "adopted-launch": "holdfast.adopt.launch:launch_command",
+}
 
 _USAGE = f"usage: {PROGRAM} COMMAND [options]"
 

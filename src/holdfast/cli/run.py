@@ -317,7 +317,7 @@ def config_from_args(
     check_values(args)
     check_combination(args)
     entrypoint, entry_args = entry(args)
-    config = _config(args)
+    config = config_from_options(args)
     for text in _unused(args, config):
         log.warning("%s has no effect in this run", text)
     for flag in misplaced_options(args):
@@ -331,7 +331,7 @@ def config_from_args(
     return config, entrypoint, entry_args
 
 
-def _config(args: RunArguments) -> LaunchConfig:
+def config_from_options(args: RunArguments) -> LaunchConfig:
     """Without the logs. What is not asked for is not imported."""
     from holdfast.launcher import LaunchConfig
     from holdfast.process.output.logs import DefaultLogsSpecs
@@ -490,10 +490,10 @@ def main(args: Sequence[str] | None = None) -> None:
     hosts.run(parsed)
 
 
-def command(args: Sequence[str] | None = None) -> int:
+def command(args: Sequence[str] | None = None, run_it: Callable[[Sequence[str] | None], None] = main) -> int:
     """The same for the terminal: say what went wrong, and return the exit code."""
     try:
-        main(args)
+        run_it(args)
     except (Exception, KeyboardInterrupt) as error:
         from holdfast.cli import exit_status
 

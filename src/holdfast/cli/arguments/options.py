@@ -491,6 +491,11 @@ class RunArguments:
         if isinstance(namespace, cls):
             return namespace
         made = cls(**vars(namespace))
+        # What stands for None in a program's arguments.
+        if made.node_rank == 0 and "node_rank" not in made.given:
+            made.node_rank = None
+        made.duplicate_stdout_filters = made.duplicate_stdout_filters or None
+        made.duplicate_stderr_filters = made.duplicate_stderr_filters or None
         for option in OPTIONS:
             try:
                 if isinstance(text := getattr(made, option.dest), str) and option.second_name_of is None:

@@ -44,17 +44,29 @@ class PlainParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+# What programs find in place of None.
+TORCH_DEFAULTS = {"node_rank": 0, "duplicate_stdout_filters": [], "duplicate_stderr_filters": []}
+
+
 class RunParser(PlainParser):
     """`command_line` with the interface of argparse, for programs, which may add options of their own."""
 
     def __init__(self) -> None:
         super().__init__(PROGRAM, usage=USAGE)
 
-    # Any in the signature, because the base class has overloads that this one need not tell apart.
+    # Any in the signatures, because the base class has overloads that this one need not tell apart.
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self._parse(args, namespace, None)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Unknown options before the script are in the rest. The token after one is the script, as for argparse."""
+        unknown: list[str] = []
+        return self._parse(args, namespace, unknown), unknown
+
+    def _parse(self, args: Any, namespace: Any, unknown: list[str] | None) -> Any:
         added = {_as_option(action): action for action in self._actions if action.dest != "help"}
         try:
-            parsed = command_line.parse(sys.argv[1:] if args is None else args, tuple(added))
+            parsed = command_line.parse(sys.argv[1:] if args is None else args, tuple(added), unknown=unknown)
         except HelpWanted as wanted:
             console.print_out(help_text(console.width(), wanted.is_all))
             self.exit()
@@ -65,12 +77,12 @@ class RunParser(PlainParser):
         words = [
             parsed.given[each.dest].replace(each.flags[-1], action.option_strings[-1], 1) for each, action in typed
         ]
-        namespace, extras = super().parse_known_args(words, namespace)
+        namespace, _ = super().parse_known_args(words, namespace)
         own = {action.dest for action in added.values()}
         for name, value in vars(parsed).items():
             if name not in own and (name in parsed.given or not hasattr(namespace, name)):
-                setattr(namespace, name, value)
-        return namespace, extras
+                setattr(namespace, name, TORCH_DEFAULTS.get(name) if value is None else value)
+        return namespace
 
     def format_help(self) -> str:
         return help_text(console.width())
