@@ -294,7 +294,7 @@ class RemoteRun(RunView):
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
-    from holdfast.cli.arguments.options import check_brackets
+    from holdfast.cli.run import check_brackets
     from holdfast.rendezvous.settings import parse_rendezvous_config
 
     for place in args.rdzv_endpoint.split(","):

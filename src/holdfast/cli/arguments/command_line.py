@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.cli import console
-from holdfast.cli.arguments.options import HELP, HELP_ALL, OPTIONS, PROGRAM, USAGE, Option, RunArguments
+from holdfast.cli.arguments.options import HELP_ALL, INFORMATION, OPTIONS, PROGRAM, USAGE, Option, RunArguments
 from holdfast.process import adoption
 
 # Options of other launchers that have no counterpart, and what to do instead.
@@ -37,10 +37,10 @@ class UnknownOptionError(UsageError):
 
 
 class HelpWanted(Exception):  # noqa: N818  (no error: the user asked)
-    """`--help` or `--help-all` was given."""
+    """`--help`, `--help-all` or `--print-completion` was given."""
 
-    def __init__(self, is_all: bool = False) -> None:
-        self.is_all = is_all
+    def __init__(self, is_all: bool = False, shell: str = "") -> None:
+        self.is_all, self.shell = is_all, shell
 
 
 def read(tokens: Sequence[str], more: Sequence[Option] = ()) -> RunArguments:
@@ -49,9 +49,9 @@ def read(tokens: Sequence[str], more: Sequence[Option] = ()) -> RunArguments:
     try:
         return parse(tokens, more)
     except HelpWanted as wanted:
-        from holdfast.cli.arguments.parser import help_text
+        from holdfast.cli.arguments.parser import wanted_text
 
-        console.print_out(help_text(console.width(), wanted.is_all))
+        console.print_out(wanted_text(wanted))
         raise SystemExit(0) from None
     except UsageError as problem:
         raise SystemExit(refuse(PROGRAM, USAGE, problem)) from None
@@ -71,11 +71,12 @@ def parse(
     `run`; their values are attributes, too. `added` are the options that an adopted caller cannot pass (HOLDFAST_OPTS,
     if None). Unknown options are appended to `unknown`, if it is there."""
     values: dict[str, Any] = {option.dest: option.default_value for option in more}
-    typed, left = _Scanner((*OPTIONS, *more, HELP, HELP_ALL)).scan(tokens, unknown)
+    typed, left = _Scanner((*OPTIONS, *more, *INFORMATION)).scan(tokens, unknown)
     typed = [*_added_options(adoption.options_text() if added is None else added), *typed]
     for option, text in typed:
-        if option in (HELP, HELP_ALL):
-            raise HelpWanted(is_all=option is HELP_ALL)
+        if option in INFORMATION:
+            shell = _value_of(option, text) if text is not None else ""
+            raise HelpWanted(is_all=option is HELP_ALL, shell=shell)
         values[option.dest] = True if text is None else _value_of(option, text)
     args = RunArguments(**values)
     _complete(args, {option.dest: _word(option, text) for option, text in typed}, left)
