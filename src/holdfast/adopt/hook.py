@@ -84,7 +84,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if name not in ALIASES and name != "torch":
             return None
-        theirs = importlib.machinery.PathFinder.find_spec(name, path)
+        found = (each.find_spec(name, path, target) for each in sys.meta_path if not isinstance(each, Finder))
+        theirs = next(filter(None, found), None)
         if name == "torch":
             if theirs is None:
                 note(WITHOUT_TORCH + sys.executable)
