@@ -13,6 +13,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast
+from tests.e2e.terminal import terminal
 
 ADOPT = (COMMAND, "adopt", "--")
 PYTHON = sys.executable
@@ -278,6 +279,28 @@ def test_a_signal_ends_the_run_and_the_command(holdfast: Holdfast) -> None:
     assert ended.code == 143
     assert "holdfast: stopped by SIGTERM" in ended.own
     assert adopt(holdfast, "sh", "-c", "kill -9 $$").code == 137
+
+
+def test_ctrl_c_counts_once(holdfast: Holdfast) -> None:
+    """The terminal sends it to the adopting command and to the adopted one. Twice would kill the workers at once."""
+    job = """
+        import signal, sys, time
+        signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), print("in peace", flush=True), sys.exit(0)))
+        print("ready", flush=True)
+        signal.pause()
+    """
+    script = holdfast.script(job)
+    take = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+    with terminal() as (near, far):
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), far)
+        running = holdfast.start("torchrun", script, command=ADOPT, before=take, **streams)
+        os.close(far)
+        near.read_until("ready")
+        os.write(near.fd, b"\x03")
+        shown = near.read_to_end()
+        assert "in peace" in shown
+        assert "holdfast: stopped by SIGINT\r\n" in shown
+        assert running.wait().code == 130
 
 
 def test_install(holdfast: Holdfast) -> None:
