@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli import bundle, coordinator, dashboard, doctor, logs, stacks, status, stop, submit, token, top
+from holdfast.cli import adopt, bundle, coordinator, dashboard, doctor, logs, stacks, status, stop, submit, token, top
 from holdfast.cli.arguments import parser
 from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE, Option
 from holdfast.rendezvous.membership.model import Settings
@@ -74,6 +74,7 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("TORCHELASTIC_HEALTH_CHECK_PORT", "a port, if `--health-port` is not given"),
     ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "seconds, if `--shutdown-timeout` is not given"),
     ("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "seconds, if `--exit-barrier-timeout` is not given"),
+    ("HOLDFAST_OPTS", "under `holdfast adopt`: options of `holdfast run` that the adopted command cannot pass"),
     ("HOLDFAST_TOKEN", "the secret of the run, if `--token-file` is not given"),
     (
         "HOLDFAST_HOST_NAME",
@@ -111,10 +112,11 @@ def document() -> str:
         parts.append(f"## {title}\n\n{_table(first, rows)}")
     examples = "\n\n".join(parser.EXAMPLES)
     parsers = [
-        each.get_parser for each in (coordinator, token, status, top, dashboard, logs, stop, stacks, doctor, bundle)
+        each.get_parser
+        for each in (adopt, coordinator, token, status, top, dashboard, logs, stop, stacks, doctor, bundle)
     ]
     engines = (submit.get_submit_parser, submit.get_render_parser)
-    pages = [_page(get()) for get in (*engines, *parsers[:3], status.get_ps_parser, *parsers[3:])]
+    pages = [_page(get()) for get in (*engines, *parsers[:4], status.get_ps_parser, *parsers[4:])]
     parts += [f"## Examples\n\n```sh\n{examples}\n```", *pages]
     return "\n\n".join(parts) + "\n"
 

@@ -33,7 +33,8 @@ _BASE = {
 }
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
-    "cli": {"observe", "hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "cli": {"adopt", "observe", "hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "adopt": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: what the names of torch's launcher stand for
     "observe": {"agent"} | _BELOW_AGENT,
     "hosts": {"launcher", "agent"} | _BELOW_AGENT,
     "testing": {"rendezvous"} | _BASE,

@@ -25,7 +25,7 @@ def main() -> int:
         signals.install_early()  # From here on no signal ends the agent without a message.
     finally:
         kernel.pthread_sigmask(kernel.SIG_SETMASK, _MASK)
-    if sys.argv[1:2] == ["run"]:
+    if sys.argv[1:2] in (["run"], ["adopted-run"]):
         from holdfast.process.spawner import client
 
         client.launch_early()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import support
-from tests.e2e.command import Holdfast
+from tests.e2e.command import Holdfast, ends_of
 from tests.e2e.terminal import on_terminal, seen, terminal
 from tests.promises import promise, proves
 from tests.support import Mailbox
@@ -141,6 +141,22 @@ def test_the_same_lines_are_folded_on_a_terminal_only(holdfast: Holdfast) -> Non
 def test_prefixes_in_a_pipe(holdfast: Holdfast, options: list[str], out: str) -> None:
     ended = holdfast.run("-q", *options, holdfast.script("print('x')"))
     assert (ended.code, ended.out) == (0, out)
+
+
+@promise("""output.run-several-nodes-label: In a run of several nodes the label of a worker has the host's name:
+    `[node1:rank 3]`. `--log-line-prefix-template` replaces the label and may name the host.""")
+def test_prefixes_name_the_host_if_there_are_several_nodes(holdfast: Holdfast) -> None:
+    endpoint = f"127.0.0.1:{support.free_port()}"
+    place = ("--nnodes", "2", "--rdzv-backend", "tcp", "--rdzv-endpoint", endpoint, "--rdzv-id", "job")
+    options = ("-q", *place, "--prefix=always", "--node-rank")
+    script = holdfast.script("print('x')")
+    hosts = {"HOLDFAST_HOST_NAME": "node1"}
+    template = ("--log-line-prefix-template", "<${hostname} ${rank}> ")
+    nodes = [
+        holdfast.start(*options, "0", script, env=hosts),
+        holdfast.start(*options, "1", *template, script, env=hosts),
+    ]
+    assert [ended.out for ended in ends_of(*nodes)] == ["[node1:rank 0] x\n", "<node1 1> x\n"]
 
 
 @proves("output.lines-prefix-tee-several")

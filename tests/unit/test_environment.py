@@ -164,6 +164,7 @@ def test_macros_are_filled_in_text_arguments(arg: Any, filled: Any) -> None:
 # --- log lines
 
 
+@proves("output.run-several-nodes-label")
 @pytest.mark.parametrize(
     ("template", "prefixes"),
     [
@@ -171,8 +172,9 @@ def test_macros_are_filled_in_text_arguments(arg: Any, filled: Any) -> None:
         ("", None),
         ("[${role_name}-${rank}-${local_rank}]: ", {0: "[ps-4-0]: ", 1: "[ps-5-1]: "}),
         ("$rank ${unknown} ", {0: "4 ${unknown} ", 1: "5 ${unknown} "}),
+        ("${hostname}:${rank} ", {0: "node1:4 ", 1: "node1:5 "}),
         ("same", {0: "same", 1: "same"}),
     ],
 )
 def test_log_line_prefixes(template: str | None, prefixes: dict[int, str] | None) -> None:
-    assert log_line_prefixes(template, "ps", [Worker(0, 4), Worker(1, 5)]) == prefixes
+    assert log_line_prefixes(template, "ps", [Worker(0, 4), Worker(1, 5)], "node1") == prefixes

@@ -155,6 +155,7 @@ EFFECTS = {
     ),
     "log_dir": Effect("logs", lambda a: a._group.logs_specs.root_log_dir, "logs"),
     "redirects": Effect("1", lambda a: a._group.logs_specs._redirects, Std.OUT),
+    "log_line_prefix_template": Effect("${rank} ", lambda a: a._group.log_line_prefix_template, "${rank} "),
     "prefix": Effect("never", lambda a: a._group.prefix, "never"),
     "tee": Effect("2", lambda a: a._group.logs_specs._tee, Std.ERR),
     "local_ranks_filter": Effect("0", lambda a: a._group.logs_specs._local_ranks_filter, {0}),

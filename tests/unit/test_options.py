@@ -362,6 +362,22 @@ def test_help(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == help_text(80, is_all=True) * 2
 
 
+@promise("""cli.print-completion-bash-zsh: `--print-completion bash` or `zsh` prints a script that completes commands
+    and options.""")
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_script_for_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--print-completion", shell)
+    script = capsys.readouterr().out
+    script = script[: len(script) // 2]  # Both ways of reading print it.
+    if shell == "zsh":
+        first, _, script = script.partition("\n")
+        assert "bashcompinit" in first
+    for words, found in ((["run", "--max-r"], "--max-restarts"), (["ado"], "adopt"), (["run", "x.py"], "")):
+        line = f"COMP_WORDS=(holdfast {' '.join(words)}); COMP_CWORD={len(words)}; _holdfast_run; echo $COMPREPLY"
+        assert subprocess.run(["bash", "-c", script + line], capture_output=True, text=True).stdout.strip() == found
+
+
 def test_help_goes_to_stdout_even_if_the_environment_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,13 @@ def test_the_same_line_of_several_ranks_is_shown_once() -> None:
     assert screen.view.pass_time(1.0 + FOLD_WAIT_S) == b"2>mine\n"
 
 
+@proves("output.run-several-nodes-label")
+def test_the_hosts_name_stays_before_the_ranks_that_share_a_line() -> None:
+    view = TerminalView(folds=True, can_erase=True)
+    sources = [view.source("stdout", rank, b"[node1:rank %d] " % rank) for rank in (4, 5)]
+    assert b"".join(view.add(source, b"same\n", 0.0) for source in sources) == b"[node1:ranks 4, 5] same\n"
+
+
 def test_the_lines_of_those_that_have_ended_still_fold() -> None:
     screen = Screen(folds=True)
     assert screen.write(0, b"bye\n") + screen.end(0) == b""

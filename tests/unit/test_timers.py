@@ -218,11 +218,12 @@ def test_the_loop_outlives_failing_turns_tries_again_and_stops_when_told() -> No
     tries = iter([False, True])
     scripted = ScriptedServer("w", lambda worker: next(tries), interval=0.02, failures=1)
     scripted.start()
-    with pytest.raises(UserError, match="already been started"):
-        scripted.start()
+    scripted.start()  # Has no effect.
     assert [scripted.cleared.get(timeout=DEADLINE_S) for _ in range(2)] == [set(), {"w"}]
     for _ in range(2):
         scripted.stop()
+    with pytest.raises(UserError, match="already been stopped"):
+        scripted.start()
     assert "holdfast-timer" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(UserError, match="stopped"):
         scripted.start()

@@ -99,17 +99,19 @@ class macros:  # noqa: N801  (the name that users know)
         return [Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg for arg in args]
 
 
-def log_line_prefixes(template: str | None, role: str, workers: Iterable[Worker]) -> dict[int, str] | None:
+def log_line_prefixes(
+    template: str | None, role: str, workers: Iterable[Worker], hostname: str = ""
+) -> dict[int, str] | None:
     """The prefix of each worker's lines on the console, by local rank; None means the default.
 
-    `${role_name}`, `${rank}` and `${local_rank}` in the template are filled in; the local rank is always the
-    real one. An empty template counts as none, as an empty variable in the environment does.
+    `${hostname}`, `${role_name}`, `${rank}` and `${local_rank}` in the template are filled in; the local rank is always
+    the real one. An empty template counts as none, as an empty variable in the environment does.
     """
     if not template:
         return None
     return {
         worker.local_rank: Template(template).safe_substitute(
-            role_name=role, rank=worker.global_rank, local_rank=worker.local_rank
+            hostname=hostname, role_name=role, rank=worker.global_rank, local_rank=worker.local_rank
         )
         for worker in workers
     }

@@ -20,16 +20,18 @@ from holdfast.agent.model import (
 )
 from holdfast.agent.workers import Workers
 from holdfast.log import Logger
+from holdfast.process import adoption
 from holdfast.process.output.logs import LogsSpecs
 from holdfast.process.workers.group import GroupSpec
 
 __all__ = [
-    "LocalElasticAgent", "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT", "TORCHELASTIC_TIMER_FILE"
+    "LocalElasticAgent", "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT", "TORCHELASTIC_TIMER_FILE",
+    "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
 ]  # fmt: skip
 
 logger = Logger(__name__)
 
-_STUCK_VARIABLE = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
+TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -57,6 +59,7 @@ class LocalElasticAgent(SimpleElasticAgent):
     ) -> None:
         super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
         log.prefix_warnings()
+        adoption.announce()
         self._health_check_server = health_check_server
         self._group = group or _group_spec(spec, logs_specs, start_method, log_line_prefix_template)
         place = (self._worker_group, shutdown_timeout, stuck_timeout_s(uninterruptible_state_timeout))
@@ -100,9 +103,11 @@ def _group_spec(spec: WorkerSpec, logs_specs: LogsSpecs, start_method: str, temp
 
 def stuck_timeout_s(explicit: float | None) -> float:
     """For how long a worker may be in uninterruptible sleep; 0 is for ever."""
-    text = os.environ.get(_STUCK_VARIABLE) or "0"
+    text = os.environ.get(TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT) or "0"
     try:
         return max(0.0, float(text) if explicit is None else explicit)
     except ValueError:
-        logger.warning("%s=%r is not a number of seconds and is not used", _STUCK_VARIABLE, text)
+        logger.warning(
+            "%s=%r is not a number of seconds and is not used", TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT, text
+        )
         return 0.0

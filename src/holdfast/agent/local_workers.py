@@ -40,7 +40,7 @@ from holdfast.process.output.logs import DefaultLogsSpecs
 from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Lease
-from holdfast.process.workers.group import GroupSpec, PContext, is_curable, new_group
+from holdfast.process.workers.group import GroupSpec, PContext, host_name, is_curable, new_group
 from holdfast.rendezvous.membership.model import Place
 from holdfast.rendezvous.membership.restart_policy import Advance
 from holdfast.telemetry.metrics import put_call, put_metric
@@ -174,7 +174,8 @@ class LocalWorkers(Workers):
             timer_path=self._start_timer_server(),
         )
         self._prepare_watches(envs)
-        prefixes = log_line_prefixes(self._spec.log_line_prefix_template, group.spec.role, group.workers)
+        template = self._spec.log_line_prefix_template
+        prefixes = log_line_prefixes(template, group.spec.role, group.workers, host_name())
         link, lease = self._spawner(), self._lease()
         self._began_at = time.time()
         if self._spec.clean_shm:

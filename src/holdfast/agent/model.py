@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from enum import StrEnum
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,7 @@ class Worker:
         return ",".join(f"{name}={getattr(self, name)}" for name in self.__match_args__)
 
 
-class WorkerState(StrEnum):
+class WorkerState(str, Enum):  # noqa: UP042  (`str()` gives `WorkerState.HEALTHY`, which users know)
     """The state of a worker group: its workers start, run and stop together, so they share one.
 
     The agent has lost track of an UNKNOWN group. INIT has not been started. HEALTHY runs. UNHEALTHY runs, but

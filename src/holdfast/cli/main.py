@@ -14,6 +14,7 @@ PROGRAM = "holdfast"
 # Command -> the function that returns its exit code, and what it does.
 COMMANDS = {
     "run": ("holdfast.cli.run:command", "start workers on this machine and keep them together"),
+    "adopt": ("holdfast.cli.adopt:main", "run a command that calls torchrun, with holdfast in its place"),
     "submit": ("holdfast.cli.submit:submit", "start a job on the nodes of an engine, such as Slurm"),
     "render": ("holdfast.cli.submit:render", "print the batch script or manifest of a job for an engine"),
     "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of a run"),
@@ -27,6 +28,12 @@ COMMANDS = {
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
     "doctor": ("holdfast.cli.doctor:main", "check this host and the way to a coordinator"),
     "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),
+}
+
+# Commands that holdfast itself starts, by this name, in adopted programs.
+_INTERNAL = {
+    "adopted-run": "holdfast.adopt.launch:run_command",
+    "adopted-launch": "holdfast.adopt.launch:launch_command",
 }
 
 _USAGE = f"usage: {PROGRAM} COMMAND [options]"
@@ -50,8 +57,9 @@ def main(args: Sequence[str]) -> int:
         console.write(_help())
         return 2
     first, rest = args[0], args[1:]
-    if first in COMMANDS:
-        module, _, function = COMMANDS[first][0].partition(":")
+    if first in COMMANDS or first in _INTERNAL:
+        where = COMMANDS[first][0] if first in COMMANDS else _INTERNAL[first]
+        module, _, function = where.partition(":")
         return int(getattr(import_module(module), function)(rest))
     if first in ("-h", "--help", "help"):
         console.print_out(_help())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from holdfast import signals
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
-from holdfast.cli.arguments.options import HOSTS, OPTIONS, RunArguments, check_brackets
+from holdfast.cli.arguments.options import HOSTS, OPTIONS, RunArguments
 from holdfast.cli.arguments.program import (
     check_combination,
     check_program,
@@ -191,6 +191,12 @@ def check_endpoint(args: RunArguments, endpoint: str, max_nodes: int) -> None:
         check_brackets("--rdzv-endpoint", place.strip().rpartition("://")[2], port)
 
 
+def check_brackets(option: str, place: str, port: int) -> None:
+    """Without brackets, the last part of an IPv6 address cannot be told from a port."""
+    if place.count(":") > 1 and not place.startswith("["):
+        raise UserError(f"{option} {place}: write an IPv6 address in brackets, as in [{place}]:{port}")
+
+
 def rendezvous_settings(args: RunArguments) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     if args.rdzv_conf:
@@ -318,7 +324,7 @@ def config_from_args(
     check_values(args)
     check_combination(args)
     entrypoint, entry_args = entry(args)
-    config = _config(args)
+    config = config_from_options(args)
     for text in _unused(args, config):
         log.warning("%s has no effect in this run", text)
     for flag in misplaced_options(args):
@@ -332,7 +338,7 @@ def config_from_args(
     return config, entrypoint, entry_args
 
 
-def _config(args: RunArguments) -> LaunchConfig:
+def config_from_options(args: RunArguments) -> LaunchConfig:
     """Without the logs. What is not asked for is not imported."""
     from holdfast.launcher import LaunchConfig
     from holdfast.process.output.logs import DefaultLogsSpecs
@@ -353,7 +359,9 @@ def _config(args: RunArguments) -> LaunchConfig:
         max_restarts=args.max_restarts,
         monitor_interval=args.monitor_interval,
         start_method=args.start_method,
-        log_line_prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        log_line_prefix_template=(
+            args.log_line_prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        ),
         local_addr=args.local_addr,
         event_log_handler=args.event_log_handler,
         numa_options=_numa_options(args.numa_binding) if args.numa_binding is not None else None,
@@ -491,10 +499,10 @@ def main(args: Sequence[str] | None = None) -> None:
     run_by_ssh.run(parsed)
 
 
-def command(args: Sequence[str] | None = None) -> int:
+def command(args: Sequence[str] | None = None, run_it: Callable[[Sequence[str] | None], None] = main) -> int:
     """The same for the terminal: say what went wrong, and return the exit code."""
     try:
-        main(args)
+        run_it(args)
     except (Exception, KeyboardInterrupt) as error:
         from holdfast.cli import exit_status
 

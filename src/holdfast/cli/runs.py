@@ -49,7 +49,7 @@ class SeveralRuns(UserError):  # noqa: N818
 
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
-    from holdfast.cli.arguments.options import check_brackets
+    from holdfast.cli.run import check_brackets
     from holdfast.rendezvous.settings import parse_rendezvous_config
 
     for place in args.rdzv_endpoint.split(","):

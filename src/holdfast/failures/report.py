@@ -243,7 +243,13 @@ def _without_colours(text: str) -> str:
 
 
 def group_text(
-    name: str, root: str, others: Sequence[str], unshown: Sequence[int] = (), stopped: str = "", cause: str = ""
+    name: str,
+    root: str,
+    others: Sequence[str],
+    unshown: Sequence[int] = (),
+    stopped: str = "",
+    cause: str = "",
+    rulers: tuple[str, str] = ("=", "-"),
 ) -> str:
     """The report of a failed group, from the blocks of its failures. The last line is the cause."""
     other_lines = list(others) or ["  <NO_OTHER_FAILURES>"]
@@ -252,7 +258,7 @@ def group_text(
     title, middle, heading = f"{escape.one_line(name)} FAILED", "Failures:", "Root Cause (first observed failure):"
     body = [title, middle, *other_lines, heading, root]
     width = min(max(len(line) for text in body for line in text.split("\n")), _BORDER_LIMIT_CHARS)
-    border, rule = "=" * width, "-" * width
+    border, rule = (each * width for each in rulers)
     closing = [f"Stopped by holdfast: {stopped}"] if stopped else []
     closing += [f"Cause: {escape.one_line(cause)}"] if cause else []
     return "\n".join(["", border, title, rule, middle, *other_lines, rule, heading, root, border, *closing])

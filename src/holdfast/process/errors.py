@@ -221,12 +221,13 @@ class ChildFailedError(Exception):
         rank, failure = self.get_first_failure()
         return self._cause or report.ranked(failure.failure, rank).text
 
-    def format_msg(self) -> str:
+    def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         root, _ = self.get_first_failure()
         others = [rank for rank in self.failures if rank != root]
         shown, unshown = others[: report.SHOWN_FAILURES_LIMIT], others[report.SHOWN_FAILURES_LIMIT :]
         blocks, stopped = [self._block(rank) for rank in shown], report.stopped_text(report.by_how(self.stopped))
-        return report.group_text(self.name, self._block(root), blocks, unshown, stopped, self.cause())
+        rulers = (boarder_delim, section_delim)
+        return report.group_text(self.name, self._block(root), blocks, unshown, stopped, self.cause(), rulers)
 
     def _block(self, rank: int) -> str:
         failure, index = self.failures[rank], list(self.failures).index(rank)

@@ -107,7 +107,7 @@ class RendezvousParameters:
             raise UserError(f"rendezvous setting {key!r} is {value!r}, which is not a whole number") from None
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(slots=True, weakref_slot=True)
 class RendezvousStoreInfo:
     """Where the workers of a round find each other: what becomes MASTER_ADDR and MASTER_PORT."""
 

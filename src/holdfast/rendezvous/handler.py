@@ -106,6 +106,11 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                         raise error
             loop.wait_readable([self.fileno()], None, new_signals_only=True)
 
+    @property
+    def last_round(self) -> int:
+        """The last round that this node had a place in; 0 if there was none."""
+        return self._last_round
+
     def is_closed(self) -> bool:
         return self.outcome is not None
 

@@ -64,8 +64,8 @@ def _register_out_of_tree_handlers() -> None:
     for group in _ENTRY_POINT_GROUPS:
         for entry_point in entry_points(group=group):
             name, value = entry_point.name, entry_point.value
-            if name in rendezvous_handler_registry and _origins.get(name) == value:
-                continue
+            if value.startswith("holdfast.") or (name in rendezvous_handler_registry and _origins.get(name) == value):
+                continue  # Ours is for torch's own torchrun.
             try:
                 creator = entry_point.load()()
                 if not callable(creator):

@@ -33,12 +33,12 @@ class StaticTCPRendezvous(api.RendezvousHandler):
     backend = "static"
 
     def __init__(
-        self, master_addr: str, master_port: int, rank: int, world_size: int, run_id: str, timeout_s: float = _TIMEOUT_S
+        self, master_addr: str, master_port: int, rank: int, world_size: int, run_id: str, timeout: float = _TIMEOUT_S
     ) -> None:
         self._master = RendezvousStoreInfo(master_addr, master_port)
         self._run_id = run_id
         self._rank, self._world_size = rank, world_size
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=timeout)
         self._lock = threading.Lock()
         self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
         self._is_closed = False

@@ -163,10 +163,10 @@ def _duration(seconds: float) -> timedelta:
 
 
 @contextmanager
-def store_timeout(store: Store, seconds: float) -> Iterator[None]:
+def store_timeout(store: Store, timeout: float) -> Iterator[None]:
     """Give the store another time-out for the length of a block, however the block ends."""
     before = store.timeout
-    store.set_timeout(_duration(seconds))
+    store.set_timeout(_duration(timeout))
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from enum import StrEnum
+from enum import Enum
 from functools import cache
 from typing import ClassVar, Self
 
@@ -48,12 +48,12 @@ _HOSTNAME_PATIENCE_S = 1.0
 _log = Logger(__name__)
 
 
-class EventSource(StrEnum):
+class EventSource(str, Enum):  # noqa: UP042  (`str()` gives `EventSource.AGENT`, which users know)
     AGENT = "AGENT"
     WORKER = "WORKER"
 
 
-class NodeState(StrEnum):
+class NodeState(str, Enum):  # noqa: UP042
     """The state of a node when it recorded a rendezvous event."""
 
     INIT = "INIT"

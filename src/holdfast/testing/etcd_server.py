@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 from typing import IO, Any, Self
 
 from holdfast import die_with_parent, procfs
@@ -59,14 +60,14 @@ def find_etcd_binary() -> str:
     )
 
 
-def stop_etcd(process: subprocess.Popen[Any], data_dir: str | None = None) -> None:
+def stop_etcd(subprocess: Popen[Any], data_dir: str | None = None) -> None:
     """End an etcd that the caller started, with SIGKILL if need be, and remove its data if a directory is given."""
-    process.terminate()
+    subprocess.terminate()
     try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        subprocess.wait(_STOP_S)
+    except TimeoutExpired:
+        subprocess.kill()
+        subprocess.wait()
     if data_dir is not None:
         shutil.rmtree(data_dir, ignore_errors=True)
 

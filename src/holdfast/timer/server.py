@@ -105,8 +105,11 @@ class TimerServer(abc.ABC):
         """End a worker. If it returns False, the server tries again at its next turn."""
 
     def start(self) -> None:
-        if self._is_ending.is_set() or self._watchdog_thread is not None:
-            raise UserError("this timer server has already been started or stopped; make a new one")
+        """A second call has no effect while the server runs."""
+        if self._is_ending.is_set():
+            raise UserError("this timer server has already been stopped; make a new one")
+        if self._watchdog_thread is not None:
+            return
         self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon)
         self._watchdog_thread.start()
 
@@ -444,6 +447,9 @@ class FileTimerServer(ProcessTimerServer):
         if self._watchdog_thread is None:  # One that is stuck in a listener keeps the descriptors until it is done.
             self._pipe.close()
             self._wakeup.close()
+
+    def clear_timers(self, worker_pids: set[int]) -> None:  # The argument has the name that users know.
+        super().clear_timers(worker_pids)
 
     def run_once(self) -> None:
         """Let the thread finish its turn, if there is one, then take what is in the pipe, do one more, and stop."""

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.cli import console
-from holdfast.cli.arguments.options import HELP, HELP_ALL, OPTIONS, PROGRAM, USAGE, Option, RunArguments
+from holdfast.cli.arguments.options import HELP_ALL, INFORMATION, OPTIONS, PROGRAM, USAGE, Option, RunArguments
+from holdfast.process import adoption
 
 # Options of other launchers that have no counterpart, and what to do instead.
 _FOREIGN = {
@@ -31,22 +32,26 @@ class UsageError(Exception):
     """With the line that says what is wrong."""
 
 
+class UnknownOptionError(UsageError):
+    """It is none of ours."""
+
+
 class HelpWanted(Exception):  # noqa: N818  (no error: the user asked)
-    """`--help` or `--help-all` was given."""
+    """`--help`, `--help-all` or `--print-completion` was given."""
 
-    def __init__(self, is_all: bool = False) -> None:
-        self.is_all = is_all
+    def __init__(self, is_all: bool = False, shell: str = "") -> None:
+        self.is_all, self.shell = is_all, shell
 
 
-def read(tokens: Sequence[str]) -> RunArguments:
+def read(tokens: Sequence[str], more: Sequence[Option] = ()) -> RunArguments:
     """The values of all options, with the script and its arguments. For wrong usage and for `--help`, print the lines
     about it and raise SystemExit."""
     try:
-        return parse(tokens)
+        return parse(tokens, more)
     except HelpWanted as wanted:
-        from holdfast.cli.arguments.parser import help_text
+        from holdfast.cli.arguments.parser import wanted_text
 
-        console.print_out(help_text(console.width(), wanted.is_all))
+        console.print_out(wanted_text(wanted))
         raise SystemExit(0) from None
     except UsageError as problem:
         raise SystemExit(refuse(PROGRAM, USAGE, problem)) from None
@@ -59,18 +64,41 @@ def refuse(program: str, usage: str, problem: UsageError) -> int:
     return 2
 
 
-def parse(tokens: Sequence[str], more: Sequence[Option] = ()) -> RunArguments:
+def parse(
+    tokens: Sequence[str], more: Sequence[Option] = (), added: str | None = None, unknown: list[str] | None = None
+) -> RunArguments:
     """As `read`, but raises UsageError and HelpWanted. `more` are options of another command that also takes those of
-    `run`; their values are attributes, too."""
+    `run`; their values are attributes, too. `added` are the options that an adopted caller cannot pass (HOLDFAST_OPTS,
+    if None). Unknown options are appended to `unknown`, if it is there."""
     values: dict[str, Any] = {option.dest: option.default_value for option in more}
-    typed, left = _Scanner((*OPTIONS, *more, HELP, HELP_ALL)).scan(tokens)
+    typed, left = _Scanner((*OPTIONS, *more, *INFORMATION)).scan(tokens, unknown)
+    typed = [*_added_options(adoption.options_text() if added is None else added), *typed]
     for option, text in typed:
-        if option in (HELP, HELP_ALL):
-            raise HelpWanted(is_all=option is HELP_ALL)
+        if option in INFORMATION:
+            shell = _value_of(option, text) if text is not None else ""
+            raise HelpWanted(is_all=option is HELP_ALL, shell=shell)
         values[option.dest] = True if text is None else _value_of(option, text)
     args = RunArguments(**values)
     _complete(args, {option.dest: _word(option, text) for option, text in typed}, left)
     return args
+
+
+def _added_options(text: str) -> list[tuple[Option, str | None]]:
+    """The options of HOLDFAST_OPTS, which give way to those of the command line and of the environment."""
+    if not text:
+        return []
+    import shlex
+
+    try:
+        options, left = _Scanner(OPTIONS).scan(shlex.split(text))
+        if left:
+            raise UsageError(f"{left[0]!r} is not an option")
+        for option, value in options:
+            if value is not None:
+                _value_of(option, value)
+    except (UsageError, ValueError) as error:
+        raise UsageError(f"{adoption.OPTIONS_VARIABLE}: {error}") from None
+    return [each for each in options if not os.environ.get(each[0].variable or "")]
 
 
 def _word(option: Option, text: str | None) -> str:
@@ -129,13 +157,21 @@ class _Scanner:
         self._flags = {flag: option for option in options for flag in option.flags}
         self._long_names = {flag: option for flag, option in self._flags.items() if flag.startswith("--")}
 
-    def scan(self, tokens: Sequence[str]) -> tuple[list[tuple[Option, str | None]], list[str]]:
+    def scan(
+        self, tokens: Sequence[str], unknown: list[str] | None = None
+    ) -> tuple[list[tuple[Option, str | None]], list[str]]:
         """Each option with the text of its value (None for a flag), and the tokens from the script on."""
         left = list(tokens)
         given: list[tuple[Option, str | None]] = []
         while left and left[0] != "--" and _looks_like_option(left[0]):
             token = left.pop(0)
-            given += self._long_option(token, left) if token.startswith("--") else self._short_options(token, left)
+            find = self._long_option if token.startswith("--") else self._short_options
+            try:
+                given += [*find(token, left)]
+            except UnknownOptionError:
+                if unknown is None:
+                    raise
+                unknown.append(token)
         return self._joined(given), left
 
     def _joined(self, given: list[tuple[Option, str | None]]) -> list[tuple[Option, str | None]]:
@@ -168,7 +204,7 @@ class _Scanner:
                 word = token.partition("=")[0]
                 suggestion = _FOREIGN.get(word.rstrip("0123456789")) or self._suggestion(f"-{word}")
                 is_one = suggestion or word == f"-{letter}"
-                raise UsageError(
+                raise UnknownOptionError(
                     f"unknown option {word}{suggestion}" if is_one else f"unknown option -{letter} in {word}"
                 )
             if not option.is_flag:
@@ -188,7 +224,7 @@ class _Scanner:
         shortened = sorted(flag for flag, option in known.items() if flag.startswith(full) and not option.in_full)
         matches = [full] if full in known else shortened
         if not matches:
-            raise UsageError(f"unknown option {name}{self._suggestion(full)}")
+            raise UnknownOptionError(f"unknown option {name}{self._suggestion(full)}")
         if len(matches) > 1:
             raise UsageError(f"{name} is short for more than one option: {', '.join(matches[:-1])} or {matches[-1]}")
         return known[matches[0]]

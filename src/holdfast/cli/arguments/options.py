@@ -143,12 +143,6 @@ def yes_or_no(text: str) -> bool:
     return _YES_OR_NO[word]
 
 
-def check_brackets(option: str, place: str, port: int) -> None:
-    """Without brackets, the last part of an IPv6 address cannot be told from a port."""
-    if place.count(":") > 1 and not place.startswith("["):
-        raise UserError(f"{option} {place}: write an IPv6 address in brackets, as in [{place}]:{port}")
-
-
 # --- an option --------------------------------------------------------------------------------------------------
 
 
@@ -445,6 +439,10 @@ class RunArguments:
         "When lines on the console begin with the label of their worker: always; never; auto, if several workers "
         "share a terminal, and on tee'd lines. On such a terminal the same line of several ranks is shown once, "
         "unless this is never. Files are not affected.")
+    log_line_prefix_template = optional("--log-line-prefix-template TEMPLATE", LOGS, str, in_full=True, help=
+        "The label in front of a worker's lines on the console; ${hostname}, ${role_name}, ${rank} and ${local_rank} "
+        "are filled in. Left out, it is TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or [rank 3], with the host's name in "
+        "runs of several nodes.")
     local_ranks_filter = optional("--local-ranks-filter RANKS", LOGS, ranks, help=
         "Show only these local ranks on the console, as in 0,1. Files are not affected.")
     duplicate_stdout_filters = optional("--duplicate-stdout-filters TEXT,...", LOGS, filters, help=
@@ -493,6 +491,11 @@ class RunArguments:
         if isinstance(namespace, cls):
             return namespace
         made = cls(**vars(namespace))
+        # What stands for None in a program's arguments.
+        if made.node_rank == 0 and "node_rank" not in made.given:
+            made.node_rank = None
+        made.duplicate_stdout_filters = made.duplicate_stdout_filters or None
+        made.duplicate_stderr_filters = made.duplicate_stderr_filters or None
         for option in OPTIONS:
             try:
                 if isinstance(text := getattr(made, option.dest), str) and option.second_name_of is None:
@@ -504,5 +507,10 @@ class RunArguments:
 
 OPTIONS: tuple[Option, ...] = tuple(each for each in vars(RunArguments).values() if isinstance(each, Option))
 
-HELP = Option("-h, --help", OUTPUT, "Show the options that most runs need.", in_environment=False)
-HELP_ALL = Option("--help-all", OUTPUT, "Show all options.", in_environment=False, in_full=True)
+HELP = Option("-h, --help", OUTPUT, "Show the options that most runs need.", in_environment=False, is_common=True)
+HELP_ALL = Option("--help-all", OUTPUT, "Show all options.", in_environment=False, in_full=True, is_common=True)
+PRINT_COMPLETION = Option(
+    "--print-completion SHELL", OUTPUT, "Print a script with which bash or zsh completes the options.",
+    choices=("bash", "zsh"), in_environment=False, in_full=True,
+)  # fmt: skip
+INFORMATION = (HELP, HELP_ALL, PRINT_COMPLETION)

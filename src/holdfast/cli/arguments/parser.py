@@ -12,7 +12,7 @@ import holdfast
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.command_line import HelpWanted, UsageError
-from holdfast.cli.arguments.options import GROUPS, HELP, HELP_ALL, OPTIONS, PROGRAM, USAGE, Option
+from holdfast.cli.arguments.options import GROUPS, INFORMATION, OPTIONS, PROGRAM, USAGE, Option
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -44,19 +44,31 @@ class PlainParser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+# What programs find in place of None.
+TORCH_DEFAULTS = {"node_rank": 0, "duplicate_stdout_filters": [], "duplicate_stderr_filters": []}
+
+
 class RunParser(PlainParser):
     """`command_line` with the interface of argparse, for programs, which may add options of their own."""
 
     def __init__(self) -> None:
         super().__init__(PROGRAM, usage=USAGE)
 
-    # Any in the signature, because the base class has overloads that this one need not tell apart.
+    # Any in the signatures, because the base class has overloads that this one need not tell apart.
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self._parse(args, namespace, None)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Unknown options before the script are in the rest. The token after one is the script, as for argparse."""
+        unknown: list[str] = []
+        return self._parse(args, namespace, unknown), unknown
+
+    def _parse(self, args: Any, namespace: Any, unknown: list[str] | None) -> Any:
         added = {_as_option(action): action for action in self._actions if action.dest != "help"}
         try:
-            parsed = command_line.parse(sys.argv[1:] if args is None else args, tuple(added))
+            parsed = command_line.parse(sys.argv[1:] if args is None else args, tuple(added), unknown=unknown)
         except HelpWanted as wanted:
-            console.print_out(help_text(console.width(), wanted.is_all))
+            console.print_out(wanted_text(wanted))
             self.exit()
         except UsageError as problem:
             self.error(str(problem))
@@ -65,12 +77,12 @@ class RunParser(PlainParser):
         words = [
             parsed.given[each.dest].replace(each.flags[-1], action.option_strings[-1], 1) for each, action in typed
         ]
-        namespace, extras = super().parse_known_args(words, namespace)
+        namespace, _ = super().parse_known_args(words, namespace)
         own = {action.dest for action in added.values()}
         for name, value in vars(parsed).items():
             if name not in own and (name in parsed.given or not hasattr(namespace, name)):
-                setattr(namespace, name, value)
-        return namespace, extras
+                setattr(namespace, name, TORCH_DEFAULTS.get(name) if value is None else value)
+        return namespace
 
     def format_help(self) -> str:
         return help_text(console.width())
@@ -121,6 +133,32 @@ EXAMPLES = (
 )
 
 
+# Options before the script, and files. zsh understands the script of bash.
+_COMPLETION = {
+    "bash": """\
+_holdfast_run() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}}
+    if [ "${{COMP_WORDS[1]}}" = run ] && [ "${{word:0:1}}" = - ]; then
+        COMPREPLY=($(compgen -W "{flags}" -- "$word"))
+    elif [ "$COMP_CWORD" = 1 ]; then
+        COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+    fi
+}}
+complete -o default -F _holdfast_run holdfast
+""",
+}
+_COMPLETION["zsh"] = f"autoload -U +X bashcompinit && bashcompinit\n{_COMPLETION['bash']}"
+
+
+def wanted_text(wanted: HelpWanted) -> str:
+    if not wanted.shell:
+        return help_text(console.width(), wanted.is_all)
+    from holdfast.cli.main import COMMANDS
+
+    flags = [flag for option in (*OPTIONS, *INFORMATION) for flag in option.flags]
+    return _COMPLETION[wanted.shell].format(flags=" ".join(flags), commands=" ".join(COMMANDS))
+
+
 def help_text(width: int, is_all: bool = False) -> str:
     """The text of `--help` or `--help-all`, at most `width` columns wide."""
     from textwrap import fill, indent
@@ -135,10 +173,10 @@ def help_text(width: int, is_all: bool = False) -> str:
         return head + body[len(head) :] if len(head) + 2 <= column else f"{head}\n{body}"
 
     parts = [f"usage: {USAGE}", *map(wrap, INTRODUCTION)]
-    shown = [option for option in OPTIONS if is_all or option.is_common]
+    shown = [option for option in (*OPTIONS, *INFORMATION) if is_all or option.is_common]
     for group in GROUPS:
         lines = [f"{group}:"]
-        for option in [each for each in (*shown, HELP, HELP_ALL) if each.group == group]:
+        for option in [each for each in shown if each.group == group]:
             note = f" (default: {option.default_text})" if option.default_text else ""
             lines.append(entry(option.invocation, option.help + note))
         parts.append("\n".join(lines))

@@ -38,7 +38,7 @@ _DRAIN_PATIENCE_S = 5.0
 
 class Outlets:
     """The streams of one life of a group. `ranks` are the global ranks by local rank. What passes through the pump is
-    counted in `copied`, by the name of the stream."""
+    counted in `copied`, by the name of the stream. `host` is this host's name, if the run has workers on others."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Outlets:
         destinations: LogsDest,
         ranks: Mapping[int, int],
         prefixes: Mapping[int, str],
+        host: str,
         watch: OutputWatch | None,
         copied: Mapping[str, Copied],
     ) -> None:
@@ -59,6 +60,7 @@ class Outlets:
         }
         self._run_dir = os.path.dirname(os.path.dirname(destinations.filtered_stdout))
         self._prefixes = prefixes
+        self._host = f"{host}:" if host else ""
         filters = {"stdout": spec.duplicate_stdout_filters, "stderr": spec.duplicate_stderr_filters}
         self._filters = {
             stream: tuple(each.encode(errors="surrogateescape") for each in needles or ())
@@ -137,7 +139,7 @@ class Outlets:
         return self._label(rank, is_teed) if is_wanted else b""
 
     def _label(self, rank: int, is_teed: bool) -> bytes:
-        usual = f"[{self._spec.role}{rank}]:" if is_teed else f"[rank {self._ranks[rank]}] "
+        usual = f"[{self._spec.role}{rank}]:" if is_teed else f"[{self._host}rank {self._ranks[rank]}] "
         return self._prefixes.get(rank, usual).encode(errors="surrogateescape")
 
     def _view(self, fd: int) -> TerminalView:

@@ -202,4 +202,8 @@ def _last_state(line: bytes | bytearray) -> bytes:
 
 
 def _label(fold: Fold) -> bytes:
-    return fold.prefix if len(fold.ranks) == 1 else f"[{ranks_text(fold.ranks)}] ".encode()
+    if len(fold.ranks) == 1:
+        return fold.prefix
+    # The usual prefix may have the host's name in it.
+    before, usual, _ = fold.prefix.partition(f"rank {fold.ranks[0]}] ".encode())
+    return (before if usual else b"[") + f"{ranks_text(fold.ranks)}] ".encode()

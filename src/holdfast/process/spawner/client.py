@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
 from holdfast.log import Logger
+from holdfast.process import adoption
 from holdfast.process.spawner.wire import Channel, Lease, channel_pair, memory_file
 
 if TYPE_CHECKING:
@@ -304,7 +305,8 @@ def launch_or_take_early() -> SpawnerLink:
 
 
 def _environment() -> dict[bytes, bytes]:
-    return {name: value for name, value in os.environb.items() if not _is_secret(name, value)}
+    inherited = adoption.without_adoption(os.environb)
+    return {name: value for name, value in inherited.items() if not _is_secret(name, value)}
 
 
 def _is_secret(name: bytes, value: bytes) -> bool:

@@ -68,11 +68,11 @@ class GroupSpec:
     """The settings of a group that stay the same in every life of it.
 
     `entrypoint` is a function or the program to execute; `start_method` is for functions. In
-    `log_line_prefix_template`, `${role_name}`, `${rank}` and `${local_rank}` are filled in. `prefix` says when lines on
-    the console have one: auto, always or never. Workers are forked from a process that has imported the modules of
-    `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from those of
-    `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if that is
-    known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
+    `log_line_prefix_template`, `${hostname}`, `${role_name}`, `${rank}` and `${local_rank}` are filled in. `prefix`
+    says when lines on the console have one: auto, always or never. Workers are forked from a process that has imported
+    the modules of `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from
+    those of `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if
+    that is known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
     `wait_for_gpu_memory_s`: see `device_memory`.
     """
 
@@ -109,11 +109,11 @@ class PContext(abc.ABC):
         envs: dict[int, dict[str, str]],
         logs_specs: LogsSpecs,
         log_line_prefixes: dict[int, str] | None = None,
+        numa_options: Any = None,
         duplicate_stdout_filters: Sequence[str] | None = None,
         duplicate_stderr_filters: Sequence[str] | None = None,
         *,
         start_method: str = "spawn",
-        numa_options: Any = None,
         spec: GroupSpec | None = None,
         link: SpawnerLink | None = None,
         lease: Lease | None = None,
@@ -143,7 +143,9 @@ class PContext(abc.ABC):
         self.logs_dir = logs_dir(self.destinations)
         self.survivors: tuple[tuple[int, str], ...] = ()
         ranks = {rank: _global_rank(rank, env) for rank, env in envs.items()}
-        self._outlets = Outlets(spec, self.destinations, ranks, log_line_prefixes or {}, watch, copied or {})
+        has_peers = any(env.get("GROUP_WORLD_SIZE", "1") != "1" for env in envs.values())
+        labels = (log_line_prefixes or {}, host_name() if has_peers else "")
+        self._outlets = Outlets(spec, self.destinations, ranks, *labels, watch, copied or {})
         self._template = command.template_for(spec, next(iter(args.values()), ()))
         self._link = link
         self._owns_link = link is None
@@ -478,6 +480,11 @@ class SubprocessContext(PContext):
         if needs_box:
             fds["HOLDFAST_BLACKBOX"] = os.dup(self._slots[rank].blackbox_fd)
         return "exec" if self._template is None else "warm", argv
+
+
+def host_name() -> str:
+    """Of this host, as a label. In a container the machine has another name than the container."""
+    return os.environ.get("HOLDFAST_HOST_NAME") or os.uname().nodename.partition(".")[0]
 
 
 def _global_rank(local_rank: int, env: dict[str, str]) -> int:

@@ -1,0 +1,38 @@
+"""The environment of an adopted command, and that of its workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast import adopt
+from holdfast.process import adoption
+from tests.promises import proves
+
+
+@proves("adopted-commands.workers-inherit-nothing")
+@pytest.mark.parametrize(
+    "before",
+    [
+        {"PATH": "/bin", "X": "1"},
+        {"PATH": "/bin::/usr/bin", "PYTHONPATH": "/a:/b"},
+        {"PATH": "/work/bin:/bin", "PYTHONPATH": ":/a"},
+    ],
+)
+def test_workers_get_the_environment_from_before(before: dict[str, str]) -> None:
+    once = adopt.adopted_environment(Path("/one"), before)
+    twice = adopt.adopted_environment(Path("/two"), {**once, "HOLDFAST_OPTS": "--tee 3"})
+    assert (once["PATH"], twice["PATH"]) == (f"/one/bin:{before['PATH']}", f"/two/bin:/one/bin:{before['PATH']}")
+    for after in (before, once, twice):
+        environment = {name.encode(): value.encode() for name, value in after.items()}
+        found = adoption.without_adoption(environment)
+        assert {name.decode(): value.decode() for name, value in found.items()} == before
+
+
+def test_what_holdfast_opts_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_OPTS", "--tee 3")
+    monkeypatch.delenv("HOLDFAST_ADOPT", raising=False)
+    assert adoption.options_text() == ""
+    monkeypatch.setenv("HOLDFAST_ADOPT", "/one")
+    assert adoption.options_text() == "--tee 3"
