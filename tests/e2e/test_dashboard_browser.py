@@ -117,7 +117,7 @@ def test_a_job_from_its_start_to_its_stop(scene: Scene, page: Any) -> None:
     await_text(page, "#rounds", r"1\s+2\s+4\s+[\d.]+ m?s\s+[\d.]+ m?s\s+failed\s+rank 2 was killed .*SIGKILL")
     await_text(page, "#sentence", r"^All 4 workers are running\.$")
     await_text(page, "#restarts", r"2\s*of 3")
-    await_text(page, "#log", r"attempt 1 begins\n?.*begin of life 1")
+    await_text(page, "#log", r"attempt 1 begins, in \S+stdout.log\s+begin of life 1")
     assert page.evaluate("window.isSamePage")
     # The log of the attempt before, and the stacks.
     page.locator("#attempt").select_option("0")

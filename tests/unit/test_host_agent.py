@@ -16,7 +16,7 @@ from tests.promises import promise, proves
 
 @pytest.fixture
 def agent() -> Iterator[HostAgent]:
-    made = HostAgent(lease_s=30.0)
+    made = HostAgent(lease_s=86_400.0)  # Without an agent of its own, the process ends with the lease.
     yield made
     if made._process is not None:
         made._process.kill()
