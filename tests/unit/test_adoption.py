@@ -17,7 +17,7 @@ from tests.promises import proves
     [
         {"PATH": "/bin", "X": "1"},
         {"PATH": "/bin::/usr/bin", "PYTHONPATH": "/a:/b"},
-        {"PATH": "/work/bin:/bin", "PYTHONPATH": ":/a"},
+        {"PATH": "/opt/bin:/bin", "PYTHONPATH": ":/a"},
     ],
 )
 def test_workers_get_the_environment_from_before(before: dict[str, str]) -> None:
