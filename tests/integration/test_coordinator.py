@@ -65,7 +65,7 @@ def test_nodes_form_a_world(server: CoordinatorProcess) -> None:
     assert {each.number for each in rounds} == {1}
     assert sorted(each.found.rank for each in rounds) == [0, 1, 2]
     assert {each.found.world_size for each in rounds} == {3}
-    assert len({each.found.bootstrap_store_info for each in rounds}) == 1
+    assert all(each.found.bootstrap_store_info == rounds[0].found.bootstrap_store_info for each in rounds)
     server.await_line("round 1 begins with 3 nodes")
 
 
