@@ -40,12 +40,14 @@ class Server:
         self.clients: list[socket.socket] = []
 
     def connect(self, count: int) -> None:
-        for _ in range(count):
-            sock = socket.create_connection(("127.0.0.1", self._port))
+        """All at once: torch's own server takes a tenth of a second for each, but for many at the same time."""
+        fresh = [socket.create_connection(("127.0.0.1", self._port)) for _ in range(count)]
+        for sock in fresh:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(torch_wire.VALIDATE + torch_wire.ping(7))
+        for sock in fresh:
             assert len(sock.recv(4)) == 4
-            self.clients.append(sock)
+        self.clients += fresh
 
     def memory_bytes(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)
@@ -79,13 +81,15 @@ def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def measure_store(turns: Turns) -> None:
-    operations, clients = turns.size((5_000, (8, 64, 512, 4_096)), (200, (8, 64)))
+    operations, clients = turns.size((5_000, (8, 64, 512)), (200, (8, 64)))
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def rates(serve: Callable[[], contextlib.AbstractContextManager[Server]]) -> dict[str, float]:
         with serve() as server:
-            found = {"connect": _rate(partial(server.connect, 1), min(operations, 500))}
+            began, count = time.perf_counter(), min(operations, 500)
+            server.connect(count)
+            found = {"connect": count / (time.perf_counter() - began)}
             client = server.clients[0]
             client.sendall(torch_wire.set_("/k", b"v" * 100))
             for name, request, size in (
