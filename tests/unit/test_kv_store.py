@@ -150,7 +150,7 @@ def test_many_small_keys_count_for_what_they_cost() -> None:
     assert 100 < taken < 1000
 
 
-@proves("coordinator.store-bound-request-most", "coordinator.synchronize-get-barrier-10")
+@proves("coordinator.store-bound-request-most", "coordinator.ten-thousand-wait")
 def test_not_too_many_wait() -> None:
     store = bounded(10_000)
     answers = [ask(store, "get", "k", client=f"c{number}", timeout_s=5.0) for number in range(100)]
@@ -216,7 +216,7 @@ class CountedGroup(int):
         return CountedGroup(int(self) - other)
 
 
-@proves("coordinator.synchronize-get-barrier-10")
+@proves("coordinator.ten-thousand-wait")
 def test_a_key_that_comes_and_goes_costs_one_step_however_many_wait_for_it() -> None:
     store = KeyValues()
     for number in range(5000):
@@ -239,7 +239,8 @@ def test_many_that_are_late_are_told_a_part_at_a_time() -> None:
     assert store.next_deadline() is None
 
 
-@proves("coordinator.synchronize-get-barrier-10")
+@promise("""coordinator.ten-thousand-wait: 10,000 nodes can wait in the store; what waits is bounded, and a key that
+    comes or goes costs one step, however many requests wait for the same keys.""")
 def test_ten_thousand_wait_for_one_key() -> None:
     store = KeyValues()
     key = "round/12/a_prefix_of_the_usual_length/last_member"
@@ -251,7 +252,7 @@ def test_ten_thousand_wait_for_one_key() -> None:
     assert [client for client, _ in woken] == ranks
 
 
-@proves("coordinator.synchronize-get-barrier-10")
+@proves("coordinator.ten-thousand-wait")
 @pytest.mark.parametrize("step", [1, -1])
 def test_a_wait_for_many_keys_costs_no_more_for_those_that_come_and_go(step: int) -> None:
     """Each key appears when the next one was deleted: one is always missing."""
