@@ -27,7 +27,6 @@ from holdfast.hosts.ssh import transport as ssh
 from holdfast.hosts.ssh.host_list import Host
 from holdfast.hosts.ssh.transport import HostsJob
 from holdfast.process.output.logs import Std
-from holdfast.process.workers import device_memory
 from holdfast.process.workers.cpus import AffinityMode, NumaOptions
 from holdfast.rendezvous.membership.model import Admit, AgentStore, Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
@@ -92,7 +91,6 @@ EFFECTS = {
     "module": Effect(None, lambda a: spec(a).args, ("-u", "-m", "x.py")),
     "no_python": Effect(None, lambda a: (spec(a).entrypoint, spec(a).args), ("./x.py", ())),
     "run_path": Effect(None, lambda a: spec(a).entrypoint, program.run_script_path),
-    "wait_for_gpu_memory": Effect("7m", lambda a: a._group.wait_for_gpu_memory_s, 420.0),
     "clean_shm": Effect(None, lambda a: a._group.clean_shm, True),
     "start_method": Effect("fork", lambda a: a._group.start_method, "fork"),
     "preload": Effect("json,a.b", lambda a: a._group.preload, ("json", "a.b")),
@@ -184,7 +182,6 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_
     (tmp_path / "x.py").touch(mode=0o755)
     support.write_secret(tmp_path / "secret", "the word of the day")
     install_logs_specs(tmp_path, monkeypatch, "holdfast.logs_specs", RECORDER)
-    monkeypatch.setattr(device_memory, "open_nvml", lambda: None)  # No GPU is here.
 
 
 def observe(tokens: list[str], seen: Callable[[LocalElasticAgent], object], monkeypatch: pytest.MonkeyPatch) -> object:
