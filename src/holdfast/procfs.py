@@ -25,7 +25,7 @@ _TERMINALS = (4, 5, 204, *range(136, 144))
 def children_of(pid: int) -> list[int]:
     """The direct children of a process, of all its threads. Empty when it is gone."""
     if not _KERNEL_LISTS_CHILDREN:
-        return _children_by_scan(pid)
+        return children_by_scan(pid)
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -34,7 +34,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for listing in listings for child in listing.split()]
 
 
-def _children_by_scan(pid: int) -> list[int]:
+def children_by_scan(pid: int) -> list[int]:
     """For kernels that keep no list of children: ask every process for its parent."""
     return [each for each in all_pids() if (status := process_status(each)) and status.parent == pid]
 

@@ -73,13 +73,13 @@ def _map(path: str, offset: int, token: str) -> object:
         os.close(fd)
 
 
-def _forget() -> None:
+def forget() -> None:
     """A forked child may be another worker, with another slot."""
     global _memory, _is_settled
     _memory, _is_settled = None, False
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=forget)
 
 
 class Board:

@@ -165,7 +165,7 @@ def test_a_terminal_that_is_gone_is_one_line(scene: Scene) -> None:
     errors = scene.home / "errors"
     with pty_terminal() as (near, far), errors.open("wb") as stderr:
         command = [sys.executable, "-m", "holdfast", "top", scene.run_id]
-        environ = {**scene._environment("command"), "TERM": "xterm"}
+        environ = {**scene.environment("command"), "TERM": "xterm"}
         top = subprocess.Popen(command, stdin=far, stdout=far, stderr=stderr, start_new_session=True, env=environ)
         os.close(far)
         near.read_until("restarts used")

@@ -310,7 +310,7 @@ sys.exit({command}.main({[scene.run_id, *options]!r}))
 """
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/",
-            env={**scene._environment("command"), "TMPDIR": "/tmp"},
+            env={**scene.environment("command"), "TMPDIR": "/tmp"},
         )  # fmt: skip
         assert done.returncode == 1, done
         assert f"run {scene.run_id!r} is not found on this host (of user 65534;" in done.stderr
@@ -342,7 +342,7 @@ class Follower:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast", "logs", *args],
-                stdout=out, stderr=err, env=scene._environment("command"), cwd=scene.home,
+                stdout=out, stderr=err, env=scene.environment("command"), cwd=scene.home,
             )  # fmt: skip
 
     @property
@@ -493,7 +493,7 @@ def test_a_reader_that_has_gone_ends_what_would_go_on(scene: Scene) -> None:
     await_ranks(scene, (scene.run_id,))
     for args in (("logs", "-f", "--json"), ("top", "--json")):
         command = [sys.executable, "-m", "holdfast", *args, scene.run_id]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=scene._environment("command")) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=scene.environment("command")) as process:
             assert process.stdout is not None
             json.loads(process.stdout.readline())
             process.stdout.close()
@@ -508,7 +508,7 @@ def test_top_prints_a_picture_a_second_for_programs(scene: Scene) -> None:
     start_two(scene)
     await_running(scene)
     command = [sys.executable, "-m", "holdfast", "top", "--json", scene.run_id]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=scene._environment("command"), text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=scene.environment("command"), text=True) as process:
         assert process.stdout is not None
         for _ in range(2):
             picture = json.loads(process.stdout.readline())
@@ -526,7 +526,7 @@ def test_top_goes_on_while_the_coordinator_is_silent(scene: Scene) -> None:
     coordinator = scene.await_coordinator()
     command = [sys.executable, "-m", "holdfast", "top", "--json", *at_endpoint(scene)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=scene._environment("command"), text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=scene.environment("command"), text=True
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None

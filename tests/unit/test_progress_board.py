@@ -20,9 +20,9 @@ from tests.promises import promise, proves
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(progress_board.VARIABLE, raising=False)
-    progress_board._forget()
+    progress_board.forget()
     yield
-    progress_board._forget()
+    progress_board.forget()
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ class Publisher(Sink):
         before, context = self.status, self._workers.context
         old = {each.local_rank: each for each in before.workers}
         ends = context.ends() if context is not None else {}
-        workers = [_worker_status(old.get(each.local_rank), each, ends, context) for each in self._group.workers]
+        workers = [worker_status(old.get(each.local_rank), each, ends, context) for each in self._group.workers]
         fresh = [each for each in workers if each.state == "failed" and old.get(each.local_rank) is not each]
         failed = [changed(each, round=known.get("round", before.round)) for each in fresh]
         self.status = changed(
@@ -268,7 +268,7 @@ class Publisher(Sink):
         return health.served(server)
 
 
-def _worker_status(
+def worker_status(
     old: WorkerStatus | None,
     worker: Worker,
     ends: Mapping[int, tuple[int, bool, float | None]],
