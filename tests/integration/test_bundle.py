@@ -252,7 +252,7 @@ def test_a_signal_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
     with listener(b"") as port:  # It says nothing, so the checks of the way to it take some seconds.
         command = [sys.executable, "-m", "holdfast", "bundle", "job7", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         with subprocess.Popen(command, env=scene.environment("command"), cwd=tmp_path) as process:
-            support.wait_until(lambda: [*tmp_path.glob("*.part")], "it has begun to write")
+            support.wait_until(lambda: [*tmp_path.glob("holdfast-bundle*")], "it has begun to write")
             process.terminate()
             assert process.wait(60) == 128 + signal.SIGTERM
     assert [*tmp_path.glob("holdfast-bundle*")] == []
