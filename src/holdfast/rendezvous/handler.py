@@ -38,7 +38,6 @@ logger = Logger(__name__)
 DEFAULT_PORT = 29400
 _OTHERS_HEAR_S = 1.0  # In this time a signal that is sent to all nodes has reached each of them.
 _DIGESTED_BYTES = 1 << 24
-_MAX_SCRIPT_WARNINGS = 8
 # That the coordinator is told of; the agent itself takes what the user gave, and the time that it needs.
 _LONGEST_GRACE_S, _LONGEST_MARGIN_S = 86400.0, 60.0
 
@@ -77,7 +76,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._error: Exception | None = None
         self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
         self._held_at = ""
-        self._last_round = 0
+        self.last_round = 0  # The last that this node had a place in.
         self._leaving_at: float | None = None
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
@@ -105,11 +104,6 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                     case JoinFailed(error):
                         raise error
             loop.wait_readable([self.fileno()], None, new_signals_only=True)
-
-    @property
-    def last_round(self) -> int:
-        """The last round that this node had a place in; 0 if there was none."""
-        return self._last_round
 
     def is_closed(self) -> bool:
         return self.outcome is not None
@@ -312,8 +306,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def _fail(self, error: Exception) -> None:
         """The client cannot go on. An agent that runs a round stops, and finds out why when it joins again."""
         self._error = error
-        if self._last_round:
-            self._mailbox.put(model.PlaceLost(self._last_round, str(error)))
+        if self.last_round:
+            self._mailbox.put(model.PlaceLost(self.last_round, str(error)))
         self._mailbox.put(JoinFailed(error))
 
     def _deliver(self, push: node.ForAgent) -> None:
@@ -330,18 +324,17 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                 return
             case model.Ended(outcome):
                 self.outcome = outcome
-                if not self._last_round:
+                if not self.last_round:
                     news = f"has ended before this node had a place in it: {outcome.reason}"
                     logger.warning("run %r %s; a new run needs another --rdzv-id", self._run_id, news)
             case model.Sealed(_, place):
-                self._last_round = place.round
+                self.last_round = place.round
                 self._compare_script(place)
         self._mailbox.put(push)
 
     def _compare_script(self, place: model.Place) -> None:
-        known = self._other_scripts
-        if place.has_other_script(self._facts) and place.script not in known and len(known) < _MAX_SCRIPT_WARNINGS:
-            known.add(place.script)
+        if place.has_other_script(self._facts) and place.script not in self._other_scripts:
+            self._other_scripts.add(place.script)
             logger.warning(
                 "%s on this node differs from the script of node 0 (%s): the nodes run different programs; copy the "
                 "same file to all nodes", self._script, place.master_address
