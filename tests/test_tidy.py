@@ -87,7 +87,7 @@ _PURE = {
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
     "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
-    "restart_policy round run run_status",
+    "restart_policy round run run_status snapshot_records snapshots",
     "telemetry": "history redaction status stragglers",
 }
 PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for name in names.split()]

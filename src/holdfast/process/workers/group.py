@@ -73,7 +73,6 @@ class GroupSpec:
     the modules of `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from
     those of `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if
     that is known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
-    `wait_for_gpu_memory_s`: see `device_memory`.
     """
 
     role: str
@@ -89,7 +88,6 @@ class GroupSpec:
     preload: tuple[str, ...] = ()
     preload_timeout_s: float = 300.0
     clean_shm: bool = False
-    wait_for_gpu_memory_s: float | None = None
 
 
 class PContext(abc.ABC):
