@@ -76,7 +76,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._error: Exception | None = None
         self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
         self._held_at = ""
-        self.last_round = 0  # The last that this node had a place in.
+        self._last_round = 0
         self._leaving_at: float | None = None
         self._lease_until: float | None = None
         self._lease_sink: Callable[[float | None], None] = lambda until: None
@@ -104,6 +104,11 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                     case JoinFailed(error):
                         raise error
             loop.wait_readable([self.fileno()], None, new_signals_only=True)
+
+    @property
+    def last_round(self) -> int:
+        """The last round that this node had a place in; 0 if there was none."""
+        return self._last_round
 
     def is_closed(self) -> bool:
         return self.outcome is not None
@@ -307,8 +312,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def _fail(self, error: Exception) -> None:
         """The client cannot go on. An agent that runs a round stops, and finds out why when it joins again."""
         self._error = error
-        if self.last_round:
-            self._mailbox.put(model.PlaceLost(self.last_round, str(error)))
+        if self._last_round:
+            self._mailbox.put(model.PlaceLost(self._last_round, str(error)))
         self._mailbox.put(JoinFailed(error))
 
     def _deliver(self, push: node.ForAgent) -> None:
@@ -325,11 +330,11 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                 return
             case model.Ended(outcome):
                 self.outcome = outcome
-                if not self.last_round:
+                if not self._last_round:
                     news = f"has ended before this node had a place in it: {outcome.reason}"
                     logger.warning("run %r %s; a new run needs another --rdzv-id", self._run_id, news)
             case model.Sealed(_, place):
-                self.last_round = place.round
+                self._last_round = place.round
                 self._compare_script(place)
         self._mailbox.put(push)
 
