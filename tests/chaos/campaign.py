@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from holdfast.testing.etcd_server import find_etcd_binary
 
 from holdfast.rendezvous.etcd_server import find_etcd_binary
 from holdfast.rendezvous.membership import keys
