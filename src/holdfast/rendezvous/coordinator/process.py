@@ -128,7 +128,7 @@ async def _serve(orders: Orders, coordinator: Coordinator, when_ready: Callable[
                 monitor.start()
             when_ready()
 
-        ended.enter_context(watchdog.watching(lambda: coordinator.patience_s))
+        ended.callback(watchdog.Watchdog(lambda: coordinator.patience_s).close)
         await coordinator.serve(ready)
 
 
