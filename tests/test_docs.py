@@ -410,7 +410,8 @@ def test_the_python_in_the_documents_runs(source: str) -> None:
 # Between holdfast's own processes, and what the error of `EtcdServer` names if there is no etcd.
 OWN_VARIABLES = {
     "HOLDFAST_ADOPT", "HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE",
-    "HOLDFAST_TEMPLATE", "HOLDFAST_PROGRESS", "HOLDFAST_ETCD_BINARY", "TORCHELASTIC_ETCD_BINARY_PATH",
+    "HOLDFAST_REHEARSAL", "HOLDFAST_TEMPLATE", "HOLDFAST_PROGRESS", "HOLDFAST_ETCD_BINARY",
+    "TORCHELASTIC_ETCD_BINARY_PATH",
 }  # fmt: skip
 
 

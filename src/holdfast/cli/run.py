@@ -176,7 +176,7 @@ def check_endpoint(args: RunArguments, endpoint: str, max_nodes: int) -> None:
     port, given = DEFAULT_PORTS[args.rdzv_backend], args.given
     if max_nodes > 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint:
         if "rdzv_endpoint" in given:
-            raise UserError(f"--rdzv-endpoint is empty, and --nnodes {args.nnodes} nodes need a place to meet")
+            raise UserError(f"--rdzv-endpoint is empty, and the nodes of --nnodes {args.nnodes} need a place to meet")
         if given and given.keys().isdisjoint(("master_addr", "master_port", "node_rank")):
             log.warning(
                 "--nnodes %s without --rdzv-endpoint: only nodes of this host can join; for several hosts, give all of "
@@ -213,6 +213,8 @@ def rendezvous_settings(args: RunArguments) -> dict[str, Any]:
         "admit": args.admit,
         "admit_delay": args.admit_delay,
         "agent_store": args.agent_store,
+        "snapshot_copies": args.snapshot_copies,
+        "snapshot_every": args.snapshot_every,
         "on_isolation": args.on_isolation,
         "token_file": args.token_file,
         "require_token": args.require_token or None,
