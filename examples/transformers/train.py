@@ -43,7 +43,7 @@ def main():
     begun = "continued" if has_checkpoint else "begun anew"
     place = f"rank {arguments.process_index} of {arguments.world_size}"
     print(f"{place}: {begun}, {trainer.state.global_step} steps done", flush=True)
-    torch.distributed.destroy_process_group()
+    os._exit(0)  # gloo aborts now and then when the interpreter frees what is left of it.
 
 
 if __name__ == "__main__":
