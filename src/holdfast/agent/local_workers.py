@@ -514,10 +514,11 @@ class LocalWorkers(Workers):
         """Of the spawner: it ends, or stays for the next run, if the user wants that and this one has ended well."""
         keep_s, modules = self._spec.preload_keep_s, self._spec.preload
         will_stay = is_well and bool(modules) and (keep_s is not None or link.kept_for is not None)
-        if will_stay:
-            self._learn(is_last=True)
         if self._learning is not None:
             link.reports()  # The last ones, on modules that were left out.
+            learned = self._learning.news(is_last=True)
+            if learned and will_stay:
+                link.learn(learned, is_slow=True)
             self._learning.close(link.left_out)
             self._learning = None
         if not will_stay:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 MOST_NAMES = 4000
 _TEXT_LIMIT_BYTES = 1 << 20
 _HEADING = "holdfast learned 1"
+_MOST_FILES = 100
 # A template that learned as often in one run learns no more: each time costs an import.
 _MOST_LESSONS = 8
 
@@ -112,5 +113,8 @@ def save(path: str, names: Sequence[str], left_out: Iterable[str]) -> None:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
             file.write("\n".join([_HEADING, *names, *(f"-{name}" for name in sorted(left_out)), ""]))
         os.replace(temporary, path)
+        others = [each.path for each in os.scandir(os.path.dirname(path))]
+        for each in sorted(others, key=lambda each: os.lstat(each).st_mtime_ns)[:-_MOST_FILES]:
+            os.unlink(each)
     except OSError:
         pass

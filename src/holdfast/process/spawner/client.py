@@ -381,7 +381,9 @@ def launch_early(modules: tuple[str, ...] = ()) -> None:
     while the command line is still being read; if it is never needed, it ends when this process does. If the system
     refuses now, that is said when one is needed."""
     with contextlib.suppress(OSError, HostError):
-        _early.append(_attached(modules)[0] or SpawnerLink.launch())
+        kept, why = _attached(modules)
+        _early.append(kept or SpawnerLink.launch())
+        _early[-1].unattached = why
 
 
 def drop_early() -> None:
@@ -400,7 +402,7 @@ def launch_or_take_early(modules: tuple[str, ...] = ()) -> SpawnerLink:
     if kept is not None and link is not None:
         link.close()
     link = kept or link or SpawnerLink.launch()
-    link.unattached = why
+    link.unattached = why or link.unattached
     return link
 
 

@@ -31,7 +31,7 @@ import time
 
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from holdfast.process.spawner.wire import Message
 
@@ -39,13 +39,18 @@ if TYPE_CHECKING:
 
 MAGIC = b"holdfast"
 _PACKET_BYTES = 4096
-_MOST_VISITORS = 8
+_MOST_VISITORS, _BACKLOG = 8, 64
 _PATIENCE_S = 1.0
 # A spawner that rests looks around so often; one that is kept for a short time, four times in that.
 _LOOK_EVERY_S = 15.0
 # Below this part of the memory of the host, or of the limit of a control group, it ends.
 _SHORT_SHARE = 0.05
 
+# By the controllers of a line in /proc/self/cgroup (none for version 2): where its groups are, and their files.
+_MEMORY_FILES = {
+    "": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # Variables by which a batch system or an orchestrator tells a job that it is one. It owns what a job leaves behind.
 BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
 # Variables that differ between shells and sessions, and those of holdfast itself. No module should depend on them.
@@ -150,6 +155,16 @@ def _identity(path: str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
+def _with_short_name(do: Callable[[str], None], path: str) -> None:
+    """The kernel takes at most 107 bytes for the path of a socket."""
+    place, _, name = path.rpartition("/")
+    fd = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        do(f"/proc/self/fd/{fd}/{name}")
+    finally:
+        os.close(fd)
+
+
 def _peer_of(sock: _socket.socket) -> tuple[int, int]:
     """The pid and the uid of the process at the other end."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, 12))
@@ -172,6 +187,10 @@ def attach(modules: Iterable[str], token: str) -> tuple[_socket.socket, int] | N
     fds = (os.pidfd_open(os.getpid()), 1, 2)
     try:
         sock, pid, answer = _ask(path, [b"attach", digest().encode(), token.encode()], fds)
+    except ConnectionRefusedError:
+        raise RefusedError("it was killed") from None
+    except TimeoutError:
+        raise RefusedError(f"it does not answer within {_PATIENCE_S:g} s") from None
     finally:
         os.close(fds[0])
     if answer[0] != b"yes":
@@ -226,7 +245,7 @@ def _ask(path: str, request: list[bytes], fds: tuple[int, ...]) -> tuple[_socket
     try:
         sock.settimeout(_PATIENCE_S)
         try:
-            sock.connect(path)
+            _with_short_name(sock.connect, path)
         except ConnectionRefusedError:
             os.unlink(path)  # Its spawner was killed.
             raise
@@ -287,9 +306,9 @@ class Kept:
         listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET | _socket.SOCK_NONBLOCK)
         own = f"{path}.{os.getpid()}"
         try:
-            listener.bind(own)
+            _with_short_name(listener.bind, own)
             os.chmod(own, 0o600)
-            listener.listen(_MOST_VISITORS)
+            listener.listen(_BACKLOG)
             os.rename(own, path)
         except BaseException:
             listener.close()
@@ -372,8 +391,8 @@ class Kept:
             return f"it serves process {self._agent}"
         fact = difference(facts_of(os.getpid()), facts_of(pid))
         if fact:
-            return f"its {fact} differs"
-        return "" if digest_text == self._digest else "the environment or the installation differs"
+            return f"different {fact}"
+        return "" if digest_text == self._digest else "different environment or installation"
 
     def _taken(self, sock: _socket.socket, pid: int, token: bytes, fds: list[int]) -> Attached:
         agent_fd, *streams = fds
@@ -410,18 +429,20 @@ def is_short(available: int, total: int) -> bool:
 
 
 def _groups() -> list[tuple[int, int]]:
-    """For each control group (version 2) above this process that has a limit: how much of it is left, and the limit.
-    Pages of files that are not in use do not count."""
-    line = next((each for each in _read("/proc/self/cgroup").splitlines() if each.startswith(b"0::")), b"0::")
-    parts = [part for part in line[3:].decode(errors="surrogateescape").split("/") if part]
+    """For each control group above this process that has a limit: how much of it is left, and the limit. Pages of files
+    that are not in use do not count."""
     found = []
-    for depth in range(len(parts) + 1):
-        place = "/".join(["/sys/fs/cgroup", *parts[:depth]])
-        try:
-            limit, used = _read(f"{place}/memory.max"), int(_read(f"{place}/memory.current"))
-            if limit.strip() != b"max":
+    for line in _read("/proc/self/cgroup").decode(errors="surrogateescape").splitlines():
+        _, kind, group = line.split(":", 2)
+        root, *names, unused = _MEMORY_FILES.get(kind, ("",) * 4)
+        parts = [part for part in group.split("/") if part]
+        for depth in range(len(parts) + 1) if root else ():
+            place = "/".join([root, *parts[:depth]])
+            try:
+                limit, used = (_read(f"{place}/{name}").strip() for name in names)
                 counts = dict(each.split() for each in _read(f"{place}/memory.stat").splitlines())
-                found.append((int(limit) - used + int(counts[b"inactive_file"]), int(limit)))
-        except FileNotFoundError:
-            continue  # The root has none, and neither have groups without the controller.
+                if limit != b"max":
+                    found.append((int(limit) - int(used) + int(counts[unused.encode()]), int(limit)))
+            except OSError:
+                continue  # The root has none, and neither have groups without the controller.
     return found

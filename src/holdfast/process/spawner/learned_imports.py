@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-MOST_IMPORTS = 4000  # That a worker notes.
+MOST_IMPORTS, MOST_BYTES = 4000, 1 << 20  # That a worker notes, and that all note together.
 INSTALLED = ("/site-packages/", "/dist-packages/")
 # A template that imports while workers run sleeps so many times as long as it computes. Nice would not do: the workers
 # would inherit it, and could not undo it.
@@ -28,10 +28,11 @@ class Imports:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         try:
-            # Programs close descriptors and reuse their numbers, and their children are not workers.
-            if self.left and os.getpid() == self.pid and os.fstat(self.fd).st_ino == self.file:
+            if self.left and os.getpid() == self.pid:  # Children of a worker are no workers.
                 self.left -= 1
-                os.write(self.fd, f"{name} {importer(sys._getframe(1))}\n".encode())
+                found = os.fstat(self.fd)
+                if found.st_ino == self.file and found.st_size < MOST_BYTES:  # Programs reuse numbers of descriptors.
+                    os.write(self.fd, f"{name} {importer(sys._getframe(1))}\n".encode())
         except Exception:
             pass
 

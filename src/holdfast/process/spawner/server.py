@@ -332,8 +332,10 @@ class Spawner:
             self._belong_to(*attached)
         if kept.is_resting and not self._channel.is_open:
             self._hang_up()
-            has_template = self._templates is not None and self._templates.current is not None
-            return has_template and kept.may_stay(time.monotonic())
+            template = self._templates.current if self._templates is not None else None
+            if template is not None and time.monotonic() >= kept.look_at:
+                template.look()
+            return template is not None and kept.may_stay(time.monotonic())
         return self._channel.is_open
 
     def _settle_down(self, order: Message, left: list[int]) -> None:

@@ -24,7 +24,8 @@ a worker's tree is found, is overwritten in place.
 Messages are marshalled tuples in packets; the spawner's end is `wire.Channel`.
 
     to the template     ("preload", modules, path, learned modules, whether slowly)
-                        ("check", program, directory)   with the file for imports, if any; ("rest",)   there is no agent
+                        ("check", program, directory)   with the file for imports, if any
+                        ("rest",)   there is no agent   ("look",)   answered only if it is stale
                         ("start", spawner, [(argv, environment, directory, cpus, names of the descriptors), ...])
                         with the report pipe and the descriptors of each worker
     from it             ("importing", module)   ("ready",)   ("stale", reason)   ("cold", reason)
@@ -137,6 +138,11 @@ class Template:
         message, fds = self.receive()
         if message[0] == "start":
             return self.fork_workers(message[1], message[2], fds)
+        if message[0] == "look":
+            reason = self.staleness()
+            if reason:
+                self.send("stale", reason)
+            return False
         self.take_imports_file(fds)
         if message[0] == "rest":
             self.let_go()
@@ -323,8 +329,9 @@ class Template:
     def set_program_path(self) -> None:
         path = self.path_of(sys.argv[1])
         if path != self.program_path:
-            start = sys.path.index(self.program_path[0]) if self.program_path else 0
-            sys.path[start : start + len(self.program_path)] = path
+            earlier = [place for place in self.program_path if place in sys.path]
+            start = sys.path.index(earlier[0]) if earlier else 0
+            sys.path[start : start + len(earlier)] = path
             self.program_path = path
 
     def note_imports(self) -> None:

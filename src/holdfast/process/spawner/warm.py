@@ -101,6 +101,10 @@ class Template:
         while len(self.fds) > 1:
             os.close(self.fds.pop())
 
+    def look(self) -> None:
+        """Have it say so if it is stale."""
+        self.channel.send(("look",))
+
     def order(self, order: Message, report_fd: int, fds: dict[str, int]) -> None:
         """One worker more for the next `send_orders`. It needs no bootstrap."""
         names = [name for name in fds if name != BYTECODE]
@@ -177,6 +181,7 @@ class Templates:
         self.next: Template | None = None
         self._lesson: Lesson | None = None  # The last one, also when it has been learned.
         self._is_learned = False
+        self._is_resting = False
 
     @property
     def all(self) -> list[Template]:
@@ -192,7 +197,7 @@ class Templates:
     # What the agent says.
 
     def want(self, wanted: Wanted, directory: bytes | None, fds: list[int], now: float) -> None:
-        current = self.current
+        current, self._is_resting = self.current, False
         if current is not None and current.is_ready and current.suits(wanted):
             current.check(wanted, directory, fds, now)
         else:
@@ -207,6 +212,8 @@ class Templates:
             return
         self._drop_next()
         self._lesson, self._is_learned = Lesson(names, is_slow), False
+        if self.current is None:
+            self._report(("unlearned", ""))
         self._go_on_learning(now)
 
     def rest(self, now: float) -> bool:
@@ -215,6 +222,7 @@ class Templates:
             return False
         self._drop_next()
         self.current.rest()
+        self._is_resting = True
         if self._lesson is not None:
             self._lesson.is_slow = True
         self._go_on_learning(now)
@@ -231,7 +239,10 @@ class Templates:
                 self._report(message)
                 if message[0] == "stale":
                     current.is_ready = False
-                    self._replace(now)
+                    if self._is_resting:
+                        self.drop()
+                    else:
+                        self._replace(now)
                     return
             self._go_on_learning(now)
         if self.next is not None:
