@@ -297,7 +297,7 @@ class SpawnerLink:
         from holdfast.process.spawner import kept
 
         try:
-            order = (keep_s, kept.socket_path(modules), kept.digest(), ",".join(modules))
+            order = (keep_s, kept.socket_path(modules, is_made=True), kept.digest(), ",".join(modules))
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
         self._channel.send(("keep", *order))

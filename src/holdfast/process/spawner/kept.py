@@ -75,23 +75,21 @@ def batch_job() -> str:
     return next((name for name in BATCH_VARIABLES if os.environ.get(name)), "")
 
 
-def directory() -> str:
+def directory(*, is_made: bool = False) -> str:
     """Where this user's sockets are. Raises OSError if there is no such place."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     temporary = os.environ.get("TMPDIR") or "/tmp"
     path = f"{runtime}/holdfast-warm" if runtime.startswith("/") else f"{temporary}/holdfast-warm-{os.geteuid()}"
-    try:
+    if is_made and not os.path.lexists(path):
         os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise PermissionError(errno.EPERM, "it does not belong to this user alone", path)
     return path
 
 
-def socket_path(modules: Iterable[str]) -> str:
-    return f"{directory()}/{hash_of([sys.executable, *modules])[:24]}.sock"
+def socket_path(modules: Iterable[str], *, is_made: bool = False) -> str:
+    return f"{directory(is_made=is_made)}/{hash_of([sys.executable, *modules])[:24]}.sock"
 
 
 def digest() -> str:
@@ -180,7 +178,10 @@ class RefusedError(Exception):
 
 def attach(modules: Iterable[str], token: str) -> tuple[_socket.socket, int] | None:
     """The connection and the pid of a kept spawner; None if there is none. Raises RefusedError or OSError."""
-    path = socket_path(modules)
+    try:
+        path = socket_path(modules)
+    except OSError:
+        return None
     if not os.path.lexists(path):
         return None
     os.getcwd()  # If it is gone, only a spawner that was started here stands in it.
@@ -225,8 +226,13 @@ class Seen:
 
 def everyone() -> list[Seen]:
     """This user's kept spawners."""
-    found, place = [], directory()
-    for name in sorted(os.listdir(place)):
+    found = []
+    try:
+        place = directory()
+        names = sorted(os.listdir(place))
+    except OSError:
+        return []
+    for name in names:
         try:
             found.append(Seen(f"{place}/{name}", _told(f"{place}/{name}", b"status")))
         except (OSError, ValueError):  # It has just ended, or does not answer.
