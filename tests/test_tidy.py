@@ -37,7 +37,6 @@ LAYERS = {
     "adopt": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: what the names of torch's launcher stand for
     "observe": {"agent"} | _BELOW_AGENT,
     "hosts": {"launcher", "agent"} | _BELOW_AGENT,
-    "testing": {"rendezvous"} | _BASE,
     "launcher": {"agent"} | _BELOW_AGENT,
     "agent": _BELOW_AGENT,
     "rendezvous": {"failures", "telemetry"} | _BASE,
@@ -72,9 +71,6 @@ LAYERS = {
     "__main__": {"cli", "process", "signals"},
 }
 
-# Modules that only re-export names which have moved may import them.
-REEXPORTS = {"rendezvous/etcd_server.py": {"testing"}}
-
 # Modules that decide and do nothing else: they import data modules and each other.
 _PURE = {
     "": "errors escape frozen text wire_types",
@@ -91,7 +87,7 @@ _PURE = {
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
     "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
-    "restart_policy round run run_status",
+    "restart_policy round run run_status snapshot_records snapshots",
     "telemetry": "history redaction status stragglers",
 }
 PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for name in names.split()]
@@ -161,7 +157,7 @@ def named_in(path: Path) -> set[str]:
 
 def allowed_in(path: Path) -> set[str]:
     layer = layer_of(path)
-    return LAYERS[layer] | {layer} | REEXPORTS.get(str(path.relative_to(SOURCE)), set())
+    return LAYERS[layer] | {layer}
 
 
 @proves("project.imports-point-way-pure")

@@ -95,7 +95,6 @@ class LaunchConfig:
     events_file: str = ""
     on_first_node: Callable[[str], None] | None = None
     clean_shm: bool = False
-    wait_for_gpu_memory_s: float | None = None
     refusal: str = ""
 
     def __post_init__(self) -> None:
@@ -206,10 +205,6 @@ def _make_specs(
 
         events.check_destination(config.event_log_handler)
     os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
-    if config.wait_for_gpu_memory_s:
-        from holdfast.process.workers import device_memory
-
-        device_memory.open_nvml()  # Refused here if it cannot work.
     preload = _preloading(config, entrypoint, args)
     spec = WorkerSpec(
         role=config.role,
@@ -245,7 +240,6 @@ def _make_specs(
         prefix=config.prefix,
         refusal=config.refusal,
         clean_shm=config.clean_shm,
-        wait_for_gpu_memory_s=config.wait_for_gpu_memory_s,
         **preload,
     )
     return spec, group

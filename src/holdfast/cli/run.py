@@ -381,7 +381,6 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         prefix=args.prefix,
         events_file=args.events_file or "",
         clean_shm=args.clean_shm,
-        wait_for_gpu_memory_s=args.wait_for_gpu_memory,
     )
 
 

@@ -74,7 +74,7 @@ class GroupSpec:
     after a run that ends well. `preload_learns` are the packages whose imports are learned; empty for all, None for
     none. The launcher fills these fields from those of `LaunchConfig` that have the same names. `refusal` says why the
     group cannot be started on this node, if that is known before the rendezvous, so that all nodes hear of it.
-    `clean_shm`: see `shared_memory`. `wait_for_gpu_memory_s`: see `device_memory`.
+    `clean_shm`: see `shared_memory`.
     """
 
     role: str
@@ -92,7 +92,6 @@ class GroupSpec:
     preload_keep_s: float | None = None
     preload_learns: tuple[str, ...] | None = None
     clean_shm: bool = False
-    wait_for_gpu_memory_s: float | None = None
 
 
 class PContext(abc.ABC):
