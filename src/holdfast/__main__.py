@@ -41,7 +41,8 @@ def _modules_to_preload() -> tuple[str, ...]:
     words = [f"--preload={os.environ.get('PET_PRELOAD', '')}", *sys.argv[2:]]
     values = [word[10:] for word in words if word.startswith("--preload=")]
     values += [words[at + 1] for at in range(len(words) - 1) if words[at] == "--preload"]
-    return tuple(name.strip() for name in values[-1].split(",") if name.strip())
+    has_hosts = any(word.startswith("--host") for word in words)  # Then the workers are elsewhere.
+    return () if has_hosts else tuple(name.strip() for name in values[-1].split(",") if name.strip())
 
 
 def _occupy_standard_streams() -> None:

@@ -58,7 +58,7 @@ _OF_SESSIONS = {
     "_", "COLUMNS", "DBUS_SESSION_BUS_ADDRESS", "DISPLAY", "LINES", "OLDPWD", "PS1", "PWD", "SHLVL", "STY",
     "WAYLAND_DISPLAY", "WINDOW", "WINDOWID",
 }  # fmt: skip
-_PREFIXES_OF_SESSIONS = ("HOLDFAST_", "PET_", "TORCHELASTIC_", "SSH_", "TERM", "TMUX", "VTE_", "XDG_SESSION")
+_PREFIXES_OF_SESSIONS = ("HOLDFAST_", "PET_", "TORCHELASTIC_", "SSH_", "TERM", "TMUX", "VSCODE_", "VTE_", "XDG_SESSION")
 _STATUS_FACTS = {
     b"Uid": "user", b"Gid": "group", b"Groups": "groups", b"Umask": "umask", b"NoNewPrivs": "privileges",
     b"Seccomp": "system call filter", b"Seccomp_filters": "system call filter", b"CapInh": "capabilities",

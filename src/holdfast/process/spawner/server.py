@@ -357,7 +357,7 @@ class Spawner:
             self._kept = self._kept or Kept(self._poller)
             self._kept.rest(order, time.monotonic())
         except OSError as error:
-            self._channel.send(("unkept", str(error)))
+            self._channel.send(("unkept", error.strerror or str(error)))
         else:
             self._channel.send(("kept",))
 

@@ -248,12 +248,12 @@ class Template:
                 return f"it has imported {file}, which another program needs not have"
         loaded = {name.partition(".")[0] for name in sys.modules} - self.first_modules
         try:
-            files = [os.path.join(place, name) for place in places for name in os.listdir(place)]
+            files = [(place, name) for place in places for name in os.listdir(place)]
         except OSError as error:
             return str(error)
-        modules = [file for file in files if "." in os.path.basename(file) or os.path.exists(f"{file}/__init__.py")]
-        own = next((file for file in modules if os.path.basename(file).partition(".")[0] in loaded), "")
-        return f"the program has its own {own}" if own else ""
+        named = [os.path.join(place, name) for place, name in files if name.partition(".")[0] in loaded]
+        own = [file for file in named if file.endswith((".py", ".pyc", ".so")) or os.path.exists(f"{file}/__init__.py")]
+        return f"the program has its own {own[0]}" if own else ""
 
     # Forking.
 
