@@ -27,7 +27,7 @@ class Kept:
 
     def __init__(self, holdfast: Holdfast) -> None:
         self.holdfast = holdfast
-        self.env = {"XDG_RUNTIME_DIR": ""}
+        self.env = {"XDG_RUNTIME_DIR": "", "OMP_NUM_THREADS": "1"}
         self.place = holdfast.temporary / f"holdfast-warm-{os.geteuid()}"
 
     def start(self, *args: str, **options: object) -> Running:
@@ -189,6 +189,19 @@ def test_who_may_use_what_was_kept(kept: Kept, options: dict[str, object], reaso
     run = kept.run("--standalone", "--preload=decimal", "job.py", **{"before": "os.umask(0o22)", **options})
     assert run.out == "True\n"
     assert ATTACHED in run.err if not reason else f"the one that was kept is not used: {reason}" in run.err, run
+
+
+@proves("workers.preload-keep-same-place")
+@pytest.mark.parametrize(("workers", "is_used"), [(2, True), (1, False)])
+def test_the_number_of_threads_is_part_of_the_environment(kept: Kept, workers: int, is_used: bool) -> None:
+    """A run of several workers sets it, unless the user has."""
+    del kept.env["OMP_NUM_THREADS"]
+    kept.warm("decimal")
+    run = kept.run("--standalone", f"--nproc-per-node={workers}", "--preload=decimal", "job.py")
+    assert run.out == "True\n" * workers
+    assert (ATTACHED in run.err) is is_used
+    assert ("is not used: different environment" in run.err) is not is_used
+    assert len(kept.pids()) == 1
 
 
 @proves("workers.preload-keep-same-place")

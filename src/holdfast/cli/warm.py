@@ -20,7 +20,7 @@ PROGRAM = "holdfast warm"
 _EPILOG = """\
 A run with --preload of the same modules, by the same user in the same environment, then starts at once. What is kept
 ends by itself when no run has used it for the time of --keep, when memory is short, or when a file of it has changed.
-See docs/warm-start.md.
+As for a run of several workers, OMP_NUM_THREADS is 1 unless it is set. See docs/warm-start.md.
 
 examples:
   holdfast warm torch,numpy --keep 1h
@@ -63,6 +63,8 @@ def _start(modules: tuple[str, ...], keep_s: float, timeout_s: float) -> str:
     if job := kept.batch_job():
         raise UserError(f"nothing is kept in a batch job ({job} is set)")
     console.set_up()
+    for name, value in kept.THREADS.items():
+        os.environ.setdefault(name, value)
     os.chdir("/")  # A module of the same name in this directory is not meant.
     group = GroupSpec(
         "warm", sys.executable, DefaultLogsSpecs(os.devnull), preload=modules, preload_timeout_s=timeout_s

@@ -68,6 +68,7 @@ class SpawnerLink:
         self._is_learning = False  # And the workers wait for it.
         self.left_out: dict[str, str] = {}  # Learned modules that are not fit, and why.
         self.kept_for: tuple[str, ...] | None = None  # The modules of a spawner that was kept by an earlier run.
+        self._digest = ""
         self.unattached = ""  # Why one that was kept is not used.
         self._kept: Literal[True] | str | None = None  # The answer to `keep`.
         self._is_gone = threading.Event()
@@ -107,7 +108,7 @@ class SpawnerLink:
             return cls(ours, pid, token)
 
     @classmethod
-    def attach(cls, modules: tuple[str, ...]) -> SpawnerLink | None:
+    def attach(cls, modules: tuple[str, ...], *, is_early: bool = False) -> SpawnerLink | None:
         """A spawner that an earlier run has kept (see `kept`). None if there is none; raises `kept.RefusedError` or
         OSError if there is one that cannot be used."""
         from holdfast.process.spawner import kept
@@ -115,11 +116,11 @@ class SpawnerLink:
         token = os.urandom(8).hex()
         with starting:
             _ensure_standard_descriptors()
-            found = None if kept.batch_job() else kept.attach(modules, token)
+            found = None if kept.batch_job() else kept.attach(modules, token, is_early=is_early)
         if found is None:
             return None
         link = cls(Channel(found[0]), found[1], token)
-        link.kept_for = modules
+        link.kept_for, link._digest = modules, found[2]
         return link
 
     @classmethod
@@ -148,6 +149,12 @@ class SpawnerLink:
 
     def fileno(self) -> int:
         return self._channel.fileno()
+
+    def suits(self, modules: tuple[str, ...]) -> bool:
+        """Whether it was not kept for other modules, or for another environment."""
+        from holdfast.process.spawner import kept
+
+        return self.kept_for is None or (self.kept_for == modules and self._digest == kept.digest())
 
     def is_idle(self) -> bool:
         """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""
@@ -381,7 +388,7 @@ def launch_early(modules: tuple[str, ...] = ()) -> None:
     while the command line is still being read; if it is never needed, it ends when this process does. If the system
     refuses now, that is said when one is needed."""
     with contextlib.suppress(OSError, HostError):
-        kept, why = _attached(modules)
+        kept, why = _attached(modules, is_early=True)
         _early.append(kept or SpawnerLink.launch())
         _early[-1].unattached = why
 
@@ -394,7 +401,7 @@ def drop_early() -> None:
 
 def launch_or_take_early(modules: tuple[str, ...] = ()) -> SpawnerLink:
     """For workers that need these modules."""
-    link = _early.pop() if _early and _early[-1].is_idle() and _early[-1].kept_for in (None, modules) else None
+    link = _early.pop() if _early and _early[-1].is_idle() and _early[-1].suits(modules) else None
     drop_early()
     if link is not None and (link.kept_for is not None or not modules):
         return link
@@ -406,14 +413,14 @@ def launch_or_take_early(modules: tuple[str, ...] = ()) -> SpawnerLink:
     return link
 
 
-def _attached(modules: tuple[str, ...]) -> tuple[SpawnerLink | None, str]:
+def _attached(modules: tuple[str, ...], *, is_early: bool = False) -> tuple[SpawnerLink | None, str]:
     """A spawner that was kept for these modules, or why there is one that cannot be used."""
     if not modules:
         return None, ""
     from holdfast.process.spawner import kept
 
     try:
-        return SpawnerLink.attach(modules), ""
+        return SpawnerLink.attach(modules, is_early=is_early), ""
     except kept.RefusedError as error:
         return None, str(error)
     except OSError as error:

@@ -9,7 +9,7 @@ It listens at a Unix socket (mode 0600) in a directory that belongs to its user 
 the interpreter and the modules, so that there is one for each set: a newer one takes the name, and the older one ends
 when it looks next. Who connects must have the same uid. A request is one packet:
 
-    holdfast\\0attach\\0DIGEST\\0TOKEN   with the agent's pidfd, stdout and stderr: yes, or no and why
+    holdfast\\0attach\\0DIGESTS\\0TOKEN  with the agent's pidfd, stdout and stderr: yes and the digest, or no and why
     holdfast\\0status                    the name, pid, agent or 0, seconds that are left, modules
     holdfast\\0stop                      yes, or the pid of the agent that it serves, after which it does not stay
 
@@ -53,6 +53,8 @@ _MEMORY_FILES = {
 }
 # Variables by which a batch system or an orchestrator tells a job that it is one. It owns what a job leaves behind.
 BATCH_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST")
+# What a run of several workers adds to its environment.
+THREADS = {"OMP_NUM_THREADS": "1"}
 # Variables that differ between shells and sessions, and those of holdfast itself. No module should depend on them.
 _OF_SESSIONS = {
     "_", "COLUMNS", "DBUS_SESSION_BUS_ADDRESS", "DISPLAY", "LINES", "OLDPWD", "PS1", "PWD", "SHLVL", "STY",
@@ -92,11 +94,11 @@ def socket_path(modules: Iterable[str], *, is_made: bool = False) -> str:
     return f"{directory(is_made=is_made)}/{hash_of([sys.executable, *modules])[:24]}.sock"
 
 
-def digest() -> str:
+def digest(**more: str) -> str:
     """Of all that a template depends on besides its modules and what the kernel shows of a process."""
     environment = sorted(
         f"{name}={value}"
-        for name, value in os.environ.items()
+        for name, value in {**os.environ, **more}.items()
         if name not in _OF_SESSIONS and not name.startswith(_PREFIXES_OF_SESSIONS)
     )
     return hash_of([sys.executable, sys.version, *map(str, installation()), *environment])
@@ -176,8 +178,9 @@ class RefusedError(Exception):
     """There is a kept spawner, but it does not serve this process; the text says why."""
 
 
-def attach(modules: Iterable[str], token: str) -> tuple[_socket.socket, int] | None:
-    """The connection and the pid of a kept spawner; None if there is none. Raises RefusedError or OSError."""
+def attach(modules: Iterable[str], token: str, *, is_early: bool) -> tuple[_socket.socket, int, str] | None:
+    """The connection, the pid and the digest of a kept spawner; None if there is none. Raises RefusedError or OSError.
+    Early, it is not known yet how many workers there are, of which the number of threads depends."""
     try:
         path = socket_path(modules)
     except OSError:
@@ -185,9 +188,10 @@ def attach(modules: Iterable[str], token: str) -> tuple[_socket.socket, int] | N
     if not os.path.lexists(path):
         return None
     os.getcwd()  # If it is gone, only a spawner that was started here stands in it.
+    digests = [digest(), *([digest(**THREADS)] if is_early and not THREADS.keys() & os.environ.keys() else [])]
     fds = (os.pidfd_open(os.getpid()), 1, 2)
     try:
-        sock, pid, answer = _ask(path, [b"attach", digest().encode(), token.encode()], fds)
+        sock, pid, answer = _ask(path, [b"attach", ",".join(digests).encode(), token.encode()], fds)
     except ConnectionRefusedError:
         raise RefusedError("it was killed") from None
     except TimeoutError:
@@ -197,7 +201,7 @@ def attach(modules: Iterable[str], token: str) -> tuple[_socket.socket, int] | N
     if answer[0] != b"yes":
         sock.close()
         raise RefusedError(b" ".join(answer[1:]).decode(errors="replace"))
-    return sock, pid
+    return sock, pid, answer[1].decode()
 
 
 class Seen:
@@ -371,9 +375,9 @@ class Kept:
             if uid != os.geteuid() or words[0] != MAGIC:
                 return None
             match words[1:]:
-                case [b"attach", digest_text, token] if len(fds) == 3:
-                    objection = self._objection_to(pid, digest_text)
-                    sock.send(b"no\0" + objection.encode() if objection else b"yes")
+                case [b"attach", digests, token] if len(fds) == 3:
+                    objection = self._objection_to(pid, digests)
+                    sock.send(b"no\0" + objection.encode() if objection else b"yes\0" + self._digest)
                     is_taken = not objection
                     return self._taken(sock, pid, token, fds) if is_taken else None
                 case [b"status"]:
@@ -392,13 +396,13 @@ class Kept:
                     os.close(fd)
         return None
 
-    def _objection_to(self, pid: int, digest_text: bytes) -> str:
+    def _objection_to(self, pid: int, digests: bytes) -> str:
         if not self.is_resting or self._is_dismissed:
             return f"it serves process {self._agent}"
         fact = difference(facts_of(os.getpid()), facts_of(pid))
         if fact:
             return f"different {fact}"
-        return "" if digest_text == self._digest else "different environment or installation"
+        return "" if self._digest in digests.split(b",") else "different environment or installation"
 
     def _taken(self, sock: _socket.socket, pid: int, token: bytes, fds: list[int]) -> Attached:
         agent_fd, *streams = fds
