@@ -76,7 +76,7 @@ LAYERS = {
 _PURE = {
     "": "errors escape frozen text wire_types",
     "agent": "environment lifecycle ranks",
-    "failures": "cause records report",
+    "failures": "cause records report verdict",
     "hangs": "compare policy",
     "hosts": "agent_fleet engine_detection host_lines job kubernetes own_lines",
     "hosts/ssh": "command host_list messages",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import Step
 from holdfast.agent.sinks import RunEnd, Sink
+from holdfast.failures import verdict
 from holdfast.failures.records import HANG
 from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
 from holdfast.telemetry.events_file import EventsFile
@@ -55,9 +56,10 @@ class Journal(Sink):
         self._write("refused", {"reason": str(error)})
 
     def end(self, end: RunEnd) -> None:
-        cause = end.report.cause if end.report is not None else None
-        used = self._restarts_used or 0
-        self._write("ended", {"state": end.state, "reason": end.reason, "cause": cause, "restarts_used": used})
+        report, used = end.report, self._restarts_used or 0
+        cause, first = (report.cause, report.first) if report is not None else (None, None)
+        fields = {"state": end.state, "reason": end.reason, "cause": cause, "restarts_used": used}
+        self._write("ended", {**fields, **verdict.fields(first)})
         self._file.close()
 
     def _taken(self, step: Step) -> Iterator[Entry]:
@@ -96,7 +98,8 @@ class Journal(Sink):
                     name = "hung" if failure.exception == HANG else "failed"
                     exception = failure.exception if name == "failed" else ""
                     fields = {"rank": failure.rank, "exitcode": failure.exitcode, "exception": exception or None}
-                    yield name, {**fields, "cause": failure.text, "is_consequence": failure.is_consequence}
+                    fields |= {"cause": failure.text, "is_consequence": failure.is_consequence}
+                    yield name, {**fields, **verdict.fields(failure)}
 
     def _progress(self) -> Iterator[Entry]:
         """If workers have told of progress since the last time."""
