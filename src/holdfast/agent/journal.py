@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import Step
 from holdfast.agent.sinks import RunEnd, Sink
-from holdfast.failures import verdict
 from holdfast.failures.records import HANG
 from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
 from holdfast.telemetry.events_file import EventsFile
@@ -56,6 +55,8 @@ class Journal(Sink):
         self._write("refused", {"reason": str(error)})
 
     def end(self, end: RunEnd) -> None:
+        from holdfast.failures import verdict  # Costs a millisecond, and many runs need none.
+
         report, used = end.report, self._restarts_used or 0
         cause, first = (report.cause, report.first) if report is not None else (None, None)
         fields = {"state": end.state, "reason": end.reason, "cause": cause, "restarts_used": used}
@@ -94,6 +95,8 @@ class Journal(Sink):
                 case lifecycle.JoinRound():
                     yield "joined", {}
                 case lifecycle.ReportFailure(_, failure) if failure is not None:
+                    from holdfast.failures import verdict
+
                     self._reason = failure.text
                     name = "hung" if failure.exception == HANG else "failed"
                     exception = failure.exception if name == "failed" else ""

@@ -15,7 +15,7 @@ from signal import Signals
 from typing import Any
 
 from holdfast import escape
-from holdfast.failures import cause, verdict
+from holdfast.failures import cause
 from holdfast.failures.cause import SEARCHED_CHARS
 from holdfast.failures.records import LOST_NODE, Evidence, Failure, Folded
 from holdfast.frozen import changed, fields_of, frozen
@@ -368,6 +368,8 @@ def _restart_lines(report: RunReport) -> Iterator[str]:
 
 
 def _verdict_lines(report: RunReport) -> Iterator[str]:
+    from holdfast.failures import verdict  # Costs a millisecond, and most runs need none.
+
     if words := verdict.words(report.first):
         yield from _wrapped(words)
 
@@ -393,6 +395,8 @@ def _wrapped(line: str, indent: str = "") -> Iterator[str]:
 
 def run_dict(report: RunReport) -> dict[str, Any]:
     """For JSON, which escapes by itself, in words that docs/report.md explains."""
+    from holdfast.failures import verdict
+
     evidence = report.first.evidence
     return {
         "version": VERSION,

@@ -3,9 +3,9 @@
 `RULES` is a table over the records of a failure: the first rule that matches gives the verdict. holdfast itself does
 not act on it: the restart policy decides about restarts. docs/verdicts.md is made from this table.
 
-A verdict is `restart` (the same nodes may try again), `stop` (another try on any node ends in the same way) or
-`exclude-node` (try again without the host of the failure). `certain` is for evidence that has no other explanation. The
-texts are the worker's own, so a program that prints the words of a hardware error gets its verdict.
+A verdict is `restart` (the same nodes may try again), `stop` (another try ends in the same way) or `exclude-node`
+(try again without the host of the failure). `certain` is for evidence that has no other explanation. The texts are the
+worker's own, so a program that prints the words of a hardware error gets its verdict.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ RULES = (
     Rule("silent-node", "kind", f"^{LOST_NODE}: .*was silent", EXCLUDE_NODE, LIKELY,
          "The host or its network stopped without a word."),
     Rule("lost-node", "kind", f"^{LOST_NODE}", RESTART, LIKELY, "The agent of a node was ended."),
-    Rule("cannot-start", "kind", r"^could not start \(lasting\)$", STOP, CERTAIN,
-         "The program is missing or cannot be executed."),
+    Rule("cannot-start", "kind", r"^could not start \(lasting\)$", STOP, LIKELY,
+         "The program is missing or cannot be executed, perhaps only on this host."),
     Rule("start-failed", "kind", r"^could not start$", RESTART, LIKELY, "The host lacked something for a moment."),
     Rule("lost-spawner", "any text", r"the spawner that owned it", RESTART, LIKELY,
          "The process that owned the workers was killed."),
