@@ -31,7 +31,7 @@ _BASE = {
     "text",
     "wire_types",
 }
-_BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
+_BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "snapshots", "telemetry", "timer"} | _BASE
 LAYERS = {
     "cli": {"adopt", "observe", "hosts", "launcher", "agent"} | _BELOW_AGENT,
     "adopt": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: what the names of torch's launcher stand for
@@ -41,7 +41,8 @@ LAYERS = {
     "launcher": {"agent"} | _BELOW_AGENT,
     "agent": _BELOW_AGENT,
     "rendezvous": {"failures", "telemetry"} | _BASE,
-    "process": {"failures", "telemetry"} | _BASE,
+    "process": {"failures", "snapshots", "telemetry"} | _BASE,
+    "snapshots": _BASE,
     "hangs": {"process", "failures", "telemetry"} | _BASE,
     "timer": {"hangs", "telemetry"} | _BASE,
     "failures": {"telemetry"} | _BASE,
@@ -68,7 +69,7 @@ LAYERS = {
         )
     },
     # The package itself resolves names for its users, and the entry point starts the command line.
-    "__init__": {"lazy", "launcher", "process", "progress_board", "signals"},
+    "__init__": {"lazy", "launcher", "process", "progress_board", "signals", "snapshots"},
     "__main__": {"cli", "process", "signals"},
 }
 
@@ -92,6 +93,7 @@ _PURE = {
     "rendezvous/etcd": "election",
     "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
     "restart_policy round run run_status",
+    "snapshots": "slots",
     "telemetry": "history redaction status stragglers",
 }
 PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for name in names.split()]
