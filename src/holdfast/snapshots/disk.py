@@ -180,7 +180,7 @@ def _copy(part: Part, slot: int, out: int) -> None:
     texts = said if isinstance(said, dict) else {}
     header["__metadata__"] = {**texts, **{f"holdfast.{name}": str(value) for name, value in ours.items()}}
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    encoded += b" " * (-(8 + len(encoded)) % 64)  # So that the arrays stay aligned.
     view = memoryview(len(encoded).to_bytes(8, "little") + encoded)
     while view:
         view = view[os.write(out, view) :]

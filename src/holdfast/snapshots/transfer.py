@@ -16,9 +16,9 @@ and what it says:
     done(number) or failed(number, why)                     of an order
     room(question, number, snapshot, rank, bytes)           give me a slot to fill; the number is that of the order, or
                                                             -1 for a peer's copy
-    received(question) or dropped(question)                 the slot of a peer's copy is whole and verified, or is not
-                                                            needed any more
     give(question, snapshot, rank)                          a peer asks for this part
+    received(question)                                      the slot of a peer's copy is whole and verified
+    dropped(question)                                       the slot of that answer is not needed any more
     line(text)                                              what the user should know
 
 A size that a peer announces is checked by the spawner against the limit of memory before a byte is allocated. What was
@@ -305,8 +305,12 @@ class Transfer:
             size = frames.size_in(bytes(peer.receive()))
             if size is None:
                 raise FrameError("sent something other than an answer")
-            with self._slot(number, part, size) as (_, fd):
-                peer.receive_data(fd, size)
+            try:
+                with self._slot(number, part, size) as (_, fd):
+                    peer.receive_data(fd, size)
+            except _Refused as refused:
+                if not refused.is_held:
+                    raise
 
     def _send_copy(self, part: Part, fd: int, address: tuple[str, int]) -> None:
         with self._connected(address) as peer:
@@ -381,8 +385,12 @@ class Transfer:
             self._post("line", f"snapshots: a connection from {name} was closed: it {words}{more}")
 
     def _serve_get(self, peer: _Peer, part: Part) -> None:
+        question = None
         try:
-            fd, size = self._found(part)
+            if part.snapshot[:2] == (0, 0) and self._directory:  # Such a snapshot is held by its file.
+                fd, size = disk.open_part(self._directory, part)
+            else:
+                question, fd, size = self._ask("give", part.snapshot, part.rank)
         except (_Refused, OSError, ValueError) as error:
             peer.send(frames.no(_words(error)))
             return
@@ -391,12 +399,8 @@ class Transfer:
             peer.send_data(fd, size, self._pace, self._pace_lock)
         finally:
             os.close(fd)
-
-    def _found(self, part: Part) -> tuple[int, int]:
-        if part.snapshot[:2] == (0, 0) and self._directory:  # Such a snapshot is held by its file.
-            return disk.open_part(self._directory, part)
-        _, fd, size = self._ask("give", part.snapshot, part.rank)
-        return fd, size
+            if question is not None:
+                self._post("dropped", question)
 
     def _serve_put(self, peer: _Peer, part: Part) -> None:
         key = (part.snapshot, part.rank)
