@@ -59,6 +59,8 @@ for _kind in (
     status.HeldNode,
     status.StoryLine,
     status.RunStatus,
+    status.HeldParts,
+    status.NodeSnapshots,
 ):
     _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
 

@@ -339,6 +339,7 @@ class Transfer:
     def _slot(self, number: int, part: Part, size: int) -> Iterator[tuple[int, int]]:
         question, fd, _ = self._ask("room", number, part.snapshot, part.rank, size)
         try:
+            os.posix_fallocate(fd, 0, size)  # An error now, and not a signal when there is no memory for a page.
             yield question, fd
         finally:
             os.close(fd)
