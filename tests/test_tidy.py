@@ -92,7 +92,7 @@ _PURE = {
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
     "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
-    "restart_policy round run run_status",
+    "restart_policy round run run_status snapshot_records snapshots",
     "snapshots": "frames layout slots",
     "telemetry": "history redaction status stragglers",
 }

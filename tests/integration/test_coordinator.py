@@ -30,7 +30,7 @@ from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Settings, Stop
 from tests import support
-from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, form, listener, node
+from tests.coordinators import Caller, CoordinatorProcess, Peer, await_push, coordinator, form, listener, node
 from tests.promises import promise, proves
 
 
@@ -67,6 +67,18 @@ def test_nodes_form_a_world(server: CoordinatorProcess) -> None:
     assert {each.found.world_size for each in rounds} == {3}
     assert all(each.found.bootstrap_store_info == rounds[0].found.bootstrap_store_info for each in rounds)
     server.await_line("round 1 begins with 3 nodes")
+
+
+@proves("nodes.newest-snapshot-all-can-load")
+def test_nodes_are_told_which_snapshot_to_load(server: CoordinatorProcess) -> None:
+    common, newer = model.SnapshotId(1, 1, 7, 2), model.SnapshotId(1, 1, 8, 2)
+    with node(server.port, "2", rank=0) as a, node(server.port, "2", rank=1) as b:
+        a.held, a.snapshot_port = (model.Held(common, ((0, 2),)), model.Held(newer, ((0, 1),))), 4711
+        for each in (a, b):
+            each.join()
+        places = [await_push(each, model.Sealed).place for each in (a, b)]
+    sources = (model.Source((1, 1), "127.0.0.1", 4711),)
+    assert [each.chosen for each in places] == [model.Chosen(common), model.Chosen(common, sources)]
 
 
 def test_it_tells_who_stands_by_and_how_a_run_ended(server: CoordinatorProcess) -> None:

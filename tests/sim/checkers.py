@@ -16,16 +16,21 @@ from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import (
     End,
     Ended,
+    Held,
     Memory,
+    NodeFacts,
     Outcome,
     Place,
     Sealed,
     Settings,
+    SnapshotId,
     Stage,
     Stop,
     World,
 )
+from holdfast.rendezvous.membership.snapshots import Member
 from tests.sim.engine import Violation
+from tests.snapshot_model import newest_loadable, shortage
 
 if TYPE_CHECKING:
     from tests.sim.agent import Agent
@@ -673,6 +678,58 @@ class StoppingIsBounded(Checker):
             self._until = max(self._until, self.now() + 2 * self.settings.lease_s)
 
 
+class OneStepForAll(Checker):
+    """All ranks of a round load the same snapshot: the newest that all of them could load, of what its members had when
+    they joined. It was committed, and members that lack ranks of it get each from a node that has it."""
+
+    def set_up(self) -> None:
+        self._held: dict[str, tuple[Held, ...]] = {}
+        """By node."""
+        self._committed: set[tuple[SnapshotId, int]] = set()
+        self._loaded: dict[tuple[int, int], SnapshotId | None] = {}
+
+    def data_lost(self) -> None:
+        self._loaded.clear()
+
+    def snapshots_held(self, node: str, held: tuple[Held, ...]) -> None:
+        self._held[node] = held
+
+    def committed(self, snapshot: SnapshotId, rank: int) -> None:
+        self._committed.add((snapshot, rank))
+
+    def world_sealed(self, world: World) -> None:
+        members = [self._member(facts) for _, facts in sorted(world.members.items())]
+        if (expected := newest_loadable(members)) != (found := _snapshot_of(world.template)):
+            self.object(f"round {world.round} loads {found}, its members could load {expected}")
+        for key, rank in world.ranks.items():
+            chosen = world.place_of(key).chosen
+            if (chosen is None) == any(member.held for member in members):
+                self.object(f"{key} is told nothing of snapshots")
+            if chosen is not None and chosen.snapshot != expected:
+                self.object(f"{key} is to load {chosen.snapshot}, others {expected}")
+            problem = shortage(members, rank, expected, chosen.sources) if chosen is not None and expected else ""
+            if problem:
+                self.object(f"{key} in round {world.round}: {problem}")
+
+    def _member(self, facts: NodeFacts) -> Member:
+        held = self._held.get(facts.node_id, ())
+        return Member(facts.local_world_size, held, facts.address, facts.snapshot_port)
+
+    def rank_loaded(self, place: Place, rank: int, snapshot: SnapshotId | None, part: int) -> None:
+        """`part` is the rank that has saved what it loads."""
+        if self._loaded.setdefault(place.order, snapshot) != snapshot:
+            self.object(f"rank {rank} of round {place.round} loads {snapshot}, others {self._loaded[place.order]}")
+        if snapshot is not None and (snapshot, part) not in self._committed:
+            self.object(f"rank {rank} of round {place.round} loads {snapshot}, which rank {part} never saved")
+
+    def source_is_empty(self, name: str, part: int, snapshot: SnapshotId) -> None:
+        self.object(f"{name} has used the slot of rank {part} of {snapshot} before it was fetched")
+
+
+def _snapshot_of(place: Place) -> SnapshotId | None:
+    return place.chosen.snapshot if place.chosen is not None else None
+
+
 class WritesAreInTurn(Checker):
     """A coordinator writes in its time, each thing once and in order. A request that is carried out late, after the
     coordinator was replaced or has asked for something else, changes nothing."""
@@ -749,8 +806,8 @@ class TellingsAreBacked(Checker):
 RULES: tuple[type[Checker], ...] = (
     RanksAgree, RoundsRise, SizeWithinBounds, OneRoundPerNode, OneWorldAtOnce, SurvivorsKeepOrder, MembershipIsFree,
     FailuresAreCharged, NoFailureIsForgotten, RootCause, SuccessIsUnanimous, RestartsWithinBudget, LossesAreBounded,
-    AdmittedTogether, OneOutcome, EndedRunStaysEnded, NobodyLostWithoutReason, OnlyMisfitsAreRefused, StoppingIsBounded,
-    WritesAreInTurn, OneInOffice, OnlyInOffice, TellingsAreBacked,
+    AdmittedTogether, OneStepForAll, OneOutcome, EndedRunStaysEnded, NobodyLostWithoutReason, OnlyMisfitsAreRefused,
+    StoppingIsBounded, WritesAreInTurn, OneInOffice, OnlyInOffice, TellingsAreBacked,
 )  # fmt: skip
 
 
