@@ -93,7 +93,7 @@ _PURE = {
     "rendezvous/etcd": "election",
     "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
     "restart_policy round run run_status snapshot_records snapshots",
-    "snapshots": "frames layout slots",
+    "snapshots": "frames layout messages slots",
     "telemetry": "history redaction status stragglers",
 }
 PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for name in names.split()]

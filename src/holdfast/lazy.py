@@ -17,7 +17,8 @@ def exports(package: str, homes: "dict[str, str]") -> "tuple[list[str], Callable
 
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(home_of[name]), name)
+        home = import_module(home_of[name])
+        value = home if home_of[name] == f"{package}.{name}" else getattr(home, name)  # It may be a package itself.
         setattr(modules[package], name, value)
         return value
 

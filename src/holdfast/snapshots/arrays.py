@@ -24,22 +24,9 @@ _DTYPES = {
 }
 _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 _FORMAT_OF = {
-    "BOOL": "?",
-    "I8": "b",
-    "U8": "B",
-    "I16": "h",
-    "U16": "H",
-    "I32": "i",
-    "U32": "I",
-    "I64": "q",
-    "U64": "Q",
-    "F16": "e",
-    "F32": "f",
-    "F64": "d",
-    "BF16": "H",
-    "F8_E4M3": "B",
-    "F8_E5M2": "B",
-}
+    "BOOL": "?", "I8": "b", "U8": "B", "I16": "h", "U16": "H", "I32": "i", "U32": "I", "I64": "q", "U64": "Q",
+    "F16": "e", "F32": "f", "F64": "d", "BF16": "H", "F8_E4M3": "B", "F8_E5M2": "B",
+}  # fmt: skip
 _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_long)
 _FORMATS = {word: dtype for dtype, word in reversed([*_FORMAT_OF.items()])}
 _FORMATS |= {"c": "U8", "l": f"I{_LONG_BITS}", "L": f"U{_LONG_BITS}"}

@@ -50,8 +50,8 @@ class LayoutError(HoldfastError, ValueError):
 
 @frozen
 class Array:
-    """`own_dtype` is set if safetensors has no such dtype: then `shape` is the array's own, and bytes are stored. `data`
-    is a buffer of bytes, or a function that returns one when it is needed."""
+    """`own_dtype` is set if safetensors has no such dtype: then `shape` is the array's own, and bytes are stored.
+    `data` is a buffer of bytes, or a function that returns one when it is needed."""
 
     kind: str
     dtype: str

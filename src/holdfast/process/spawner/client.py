@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
@@ -66,6 +66,11 @@ class SpawnerLink:
         self.is_preloading = False
         self._is_gone = threading.Event()
         self._is_guarded = False
+        # What the workers have saved: snapshots with ranges of ranks, the step that a restart would load, and how many
+        # bytes all slots have.
+        self.held: list[tuple[Any, ...]] = []
+        self.common_step: int | None = None
+        self.snapshot_bytes = 0
 
     @classmethod
     def launch(cls) -> SpawnerLink:
@@ -180,6 +185,11 @@ class SpawnerLink:
         """Torch's store of the next round, at a listening socket, which becomes the link's to close."""
         self._channel.send(("store",), (listener_fd,))
 
+    def begin_snapshots(self, *round: Any) -> None:
+        """Workers that are started from now on may save: how many bytes together, and the round as the ledger of the
+        slots wants it (`snapshots.slots`)."""
+        self._channel.send(("snapshots", *round))
+
     def kill_all(self) -> None:
         self._channel.send(("kill",))
 
@@ -195,8 +205,11 @@ class SpawnerLink:
                 self._hear_of_template(report)
                 continue
             match report:
-                case ("store", line):
+                case ("store" | "warn", line):
                     logger.warning("%s", line)
+                    continue
+                case ("held", held, step, used):
+                    self.held, self.common_step, self.snapshot_bytes = held, step, used
                     continue
                 case ("started", _, pid):
                     self._sessions.add(pid)
@@ -223,6 +236,7 @@ class SpawnerLink:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
         self._is_gone.set()
         self.is_preloading = False
+        self.held, self.common_step, self.snapshot_bytes = [], None, 0
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)

@@ -11,6 +11,8 @@ the agent says:
     preload(command line, modules, path, seconds)        have a template ready to fork workers from (see `template`)
     store()                                              with a listening socket: the first client of torch's store that
                                                          connects has a process forked that serves it there
+    snapshots(bytes, term, round, world size, ...)       each worker that is started in this round gets a socket for the
+                                                         snapshots of its rank (see `snapshots`)
     kill()                                               end every tree, say `swept` when it is done
     goodbye()                                            end every tree and yourself
 
@@ -23,7 +25,8 @@ and reports:
     warm(pid, seconds, whether it was warm before)       the template is ready
     stale(reason)                                        the template was given up; it is replaced if it is waited for
     cold(reason)                                         there is no template; workers start without one
-    store(line)                                          what the process of the store has to say
+    store(line), warn(line)                              what the process of the store, or the spawner, has to say
+    held(snapshots, step, bytes)                         what the workers have saved
 
 The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the
 error for which it does not run. The loop polls that pipe with everything else, so an exec that hangs (on a dead mount)
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any, NoReturn
 
+    from holdfast.process.spawner.snapshots import Snapshots
     from holdfast.process.spawner.store import RoundStore
     from holdfast.process.spawner.warm import Template, Wanted
     from holdfast.process.spawner.wire import Message
@@ -114,6 +118,7 @@ class Spawner:
         self._template: Template | None = None
         self._forking: list[_Worker] = []  # Ordered from the template, their pids not known yet.
         self._store: RoundStore | None = None
+        self._snapshots: Snapshots | None = None
         self._reaped = 0
         self._sweep_deadline: float | None = None
         self._environment: dict[bytes, bytes] = {}
@@ -147,6 +152,8 @@ class Spawner:
                 os.read(self._wake_read, 1 << 16)
             for line in self._store.hear(ready) if self._store is not None else ():
                 self._channel.send(("store", line))
+            if self._snapshots is not None:
+                self._snapshots.hear(ready)
             self._channel.flush()
             for worker in self._starting():
                 self._hear_start(worker)
@@ -180,6 +187,8 @@ class Spawner:
             deadlines.append(self._sweep_deadline)
         if self._template is not None and self._template.deadline is not None:
             deadlines.append(self._template.deadline)
+        if self._snapshots is not None and (tell_at := self._snapshots.deadline()) is not None:
+            deadlines.append(tell_at)
         return max(0.0, (min(deadlines) - time.monotonic()) * 1000) if deadlines else None
 
     # What the agent says.
@@ -201,6 +210,11 @@ class Spawner:
 
                 self._drop_store()
                 self._store = RoundStore(fds[0], self._poller, self._settle_store)
+            case ("snapshots", *round):
+                from holdfast.process.spawner.snapshots import Snapshots
+
+                self._snapshots = self._snapshots or Snapshots(self._poller, self._channel.send)
+                self._snapshots.begin(*round)
             case ("kill",):
                 self._drop_store()
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
@@ -215,6 +229,8 @@ class Spawner:
         kind, argv, cpus = order
         mark = self._token + (_TEMPLATE_MARK if id_ == TEMPLATE_ID else b".%d" % id_)
         environment = {**self._environment, **changes, procfs.MARK_VARIABLE.encode(): mark}
+        if self._snapshots is not None and id_ != TEMPLATE_ID:
+            self._snapshots.add_descriptor(id_, fds)
         read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if kind == "warm" and self._template is not None and self._template.is_ready:
             self._template.order((argv, environment, self._directory, cpus), write_fd, fds)
@@ -343,7 +359,8 @@ class Spawner:
         """In the process of torch's store. It ignores what the spawner ignores, and ends with it."""
         self._leave_home([])
         signal.set_wakeup_fd(-1)
-        for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent):
+        slots = self._snapshots.fds() if self._snapshots is not None else []
+        for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent, *slots):
             os.close(fd)
 
     # In the worker.
@@ -438,6 +455,8 @@ class Spawner:
         self._unburied.append(worker)
         if worker.id != TEMPLATE_ID:
             self._reaped += 1
+            if self._snapshots is not None:  # The agent knows what a worker has saved when it hears of its end.
+                self._snapshots.settle()
             self._channel.send(("exited", worker.id, exitcode, self._reaped, time.monotonic()))
         elif self._template is not None and self._template.pid == worker.pid:
             self._hear_template()  # Its last words.
@@ -466,6 +485,8 @@ class Spawner:
             return
         self._sweep_deadline = None
         self._unburied = []
+        if self._snapshots is not None:
+            self._snapshots.settle()
         self._channel.send(("swept", [(pid, procfs.state(pid) or "gone") for pid in left]))
 
     def _take_lease(self, fd: int) -> None:
