@@ -152,7 +152,11 @@ def write(directory: str, part: Part, fd: int) -> str:
             finally:
                 os.close(out)
             os.fsync(step_fd)
-    return f"{directory}/step-{step}/{name}"
+    return path_of(directory, part)
+
+
+def path_of(directory: str, part: Part) -> str:
+    return f"{directory}/step-{part.snapshot[2]}/{_file_name(part)}"
 
 
 def _file_name(part: Part) -> str:
@@ -194,10 +198,7 @@ def _copy(part: Part, slot: int, out: int) -> None:
 
 def open_part(directory: str, part: Part) -> tuple[int, int]:
     """A descriptor of the file, and its size. OSError or ValueError if it is not what it should be."""
-    fd = os.open(
-        f"{directory}/step-{part.snapshot[2]}/{_file_name(part)}",
-        os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
-    )
+    fd = os.open(path_of(directory, part), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         known = _part_in(fd)
         if (known.snapshot, known.rank) != (part.snapshot, part.rank):

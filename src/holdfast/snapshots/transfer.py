@@ -5,8 +5,10 @@ connections; threads do what blocks. Orders of the spawner, each with a number:
 
     fetch(number, snapshot, rank, address, port)            from another node's transfer process
     send(number, snapshot, rank, bytes, address, port)      a copy to another node; with the slot
-    write(number, snapshot, rank, bytes, directory, stale)  with the slot; `stale` are steps of an earlier run: a later
-                                                            one of them is removed
+    write(number, snapshot, rank, bytes, directory, stale, is_copy)
+                                                            with the slot; `stale` are steps of an earlier run: a later
+                                                            one of them is removed. A copy is written if there is no
+                                                            file of that part
     read(number, snapshot, rank, directory)                 from disk into a slot
     complete(directory, step)                               all nodes have written that step
     given(question, bytes, why)                             the answer to `room` or `give`: with a slot, or why not
@@ -233,9 +235,9 @@ class Transfer:
             case ("send", number, snapshot, rank, size, address, port):
                 part = Part(snapshot, rank, size)
                 self._order("send", number, lambda: self._send_copy(part, fds[0], (address, port)), fds)
-            case ("write", number, snapshot, rank, size, directory, stale):
+            case ("write", number, snapshot, rank, size, directory, stale, is_copy):
                 part = Part(snapshot, rank, size)
-                self._order("write", number, lambda: _write(directory, part, fds[0], stale), fds)
+                self._order("write", number, lambda: _write(directory, part, fds[0], stale, is_copy), fds)
             case ("read", number, snapshot, rank, directory):
                 self._order("read", number, lambda: self._read(number, Part(snapshot, rank), directory))
             case ("complete", directory, step):
@@ -247,6 +249,8 @@ class Transfer:
         def carry_out() -> None:
             try:
                 act()
+            except _Refused as refused:
+                self._post(*(("done", number) if refused.is_held else ("failed", number, str(refused))))
             except Exception as error:
                 self._post("failed", number, _words(error))
             else:
@@ -305,12 +309,8 @@ class Transfer:
             size = frames.size_in(bytes(peer.receive()))
             if size is None:
                 raise FrameError("sent something other than an answer")
-            try:
-                with self._slot(number, part, size) as (_, fd):
-                    peer.receive_data(fd, size)
-            except _Refused as refused:
-                if not refused.is_held:
-                    raise
+            with self._slot(number, part, size) as (_, fd):
+                peer.receive_data(fd, size)
 
     def _send_copy(self, part: Part, fd: int, address: tuple[str, int]) -> None:
         with self._connected(address) as peer:
@@ -388,10 +388,12 @@ class Transfer:
     def _serve_get(self, peer: _Peer, part: Part) -> None:
         question = None
         try:
-            if part.snapshot[:2] == (0, 0) and self._directory:  # Such a snapshot is held by its file.
-                fd, size = disk.open_part(self._directory, part)
-            else:
+            try:
                 question, fd, size = self._ask("give", part.snapshot, part.rank)
+            except _Refused:
+                if part.snapshot[:2] != (0, 0) or not self._directory:
+                    raise
+                fd, size = disk.open_part(self._directory, part)  # Such a snapshot is held by its file.
         except (_Refused, OSError, ValueError) as error:
             peer.send(frames.no(_words(error)))
             return
@@ -433,7 +435,9 @@ def _work(lane: SimpleQueue[Callable[[], None]]) -> NoReturn:
         lane.get()()
 
 
-def _write(directory: str, part: Part, fd: int, stale: tuple[int, ...]) -> None:
+def _write(directory: str, part: Part, fd: int, stale: tuple[int, ...], is_copy: bool) -> None:
+    if is_copy and os.path.exists(disk.path_of(directory, part)):
+        return
     disk.write(directory, part, fd)
     for step in stale:
         if step > part.snapshot[2]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast import loop, procfs, signals
@@ -71,6 +71,7 @@ class SpawnerLink:
         self.held: list[tuple[Any, ...]] = []
         self.common_step: int | None = None
         self.snapshot_bytes = 0
+        self.hear_of_snapshots: Callable[[Message], None] = lambda report: None
 
     @classmethod
     def launch(cls) -> SpawnerLink:
@@ -188,7 +189,11 @@ class SpawnerLink:
     def begin_snapshots(self, *round: Any) -> None:
         """Workers that are started from now on may save: how many bytes together, and the round as the ledger of the
         slots wants it (`snapshots.slots`)."""
-        self._channel.send(("snapshots", *round))
+        self._channel.send(("snapshots", "begin", *round))
+
+    def order_of_snapshots(self, *order: Any, fds: tuple[int, ...] = ()) -> None:
+        """See `snapshots`. The descriptors become the link's to close."""
+        self._channel.send(("snapshots", *order), fds)
 
     def kill_all(self) -> None:
         self._channel.send(("kill",))
@@ -210,6 +215,9 @@ class SpawnerLink:
                     continue
                 case ("held", held, step, used):
                     self.held, self.common_step, self.snapshot_bytes = held, step, used
+                    continue
+                case ("parts" | "kept" | "transferred", *_):
+                    self.hear_of_snapshots(report)
                     continue
                 case ("started", _, pid):
                     self._sessions.add(pid)

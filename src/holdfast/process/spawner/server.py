@@ -11,8 +11,8 @@ the agent says:
     preload(command line, modules, path, seconds)        have a template ready to fork workers from (see `template`)
     store()                                              with a listening socket: the first client of torch's store that
                                                          connects has a process forked that serves it there
-    snapshots(bytes, term, round, world size, ...)       each worker that is started in this round gets a socket for the
-                                                         snapshots of its rank (see `snapshots`)
+    snapshots(order, ...)                                see `snapshots`: each worker that is started from now on gets a
+                                                         socket for those of its rank; or slots are to be moved
     kill()                                               end every tree, say `swept` when it is done
     goodbye()                                            end every tree and yourself
 
@@ -26,7 +26,8 @@ and reports:
     stale(reason)                                        the template was given up; it is replaced if it is waited for
     cold(reason)                                         there is no template; workers start without one
     store(line), warn(line)                              what the process of the store, or the spawner, has to say
-    held(snapshots, step, bytes)                         what the workers have saved
+    held(snapshots, step, bytes), parts(parts)           what the workers have saved, and where the rest came from
+    kept(snapshot), transferred(number, kind, ...)       as it was asked for
 
 The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the
 error for which it does not run. The loop polls that pipe with everything else, so an exec that hangs (on a dead mount)
@@ -209,12 +210,12 @@ class Spawner:
                 from holdfast.process.spawner.store import RoundStore
 
                 self._drop_store()
-                self._store = RoundStore(fds[0], self._poller, self._settle_store)
-            case ("snapshots", *round):
+                self._store = RoundStore(fds[0], self._poller, self._settle)
+            case ("snapshots", *order):
                 from holdfast.process.spawner.snapshots import Snapshots
 
-                self._snapshots = self._snapshots or Snapshots(self._poller, self._channel.send)
-                self._snapshots.begin(*round)
+                self._snapshots = self._snapshots or Snapshots(self._poller, self._channel.send, self._settle)
+                self._snapshots.obey(order, fds)
             case ("kill",):
                 self._drop_store()
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
@@ -355,13 +356,12 @@ class Spawner:
             self._store.close()
             self._store = None
 
-    def _settle_store(self) -> None:
-        """In the process of torch's store. It ignores what the spawner ignores, and ends with it."""
+    def _settle(self, kept: list[int]) -> None:
+        """In the process of torch's store, or of transfers. It ignores what the spawner ignores, ends with it, and has
+        none of its descriptors but these: one of a slot would keep the slot's memory."""
         self._leave_home([])
         signal.set_wakeup_fd(-1)
-        slots = self._snapshots.fds() if self._snapshots is not None else []
-        for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent, *slots):
-            os.close(fd)
+        procfs.close_all_but([0, 1, 2, *kept])
 
     # In the worker.
 
@@ -506,16 +506,18 @@ class Spawner:
             self._kill_all()
 
     def _kill_all(self) -> list[int]:
-        """Kill whatever is below us, and return what that was. A template that is not forking is no worker."""
-        spared = self._template.pid if self._template is not None and not self._forking else 0
-        pids = [pid for pid in procfs.descendants_of(self._pid) if pid != spared]
+        """Kill whatever is below us, and return what that was. A template that is not forking is no worker, and neither
+        is the transfer process."""
+        spared = {self._template.pid} if self._template is not None and not self._forking else set()
+        spared |= {self._snapshots.transfer_pid} if self._snapshots is not None else set()
+        pids = [pid for pid in procfs.descendants_of(self._pid) if pid not in spared]
         for pid in pids:
             procfs.kill(pid)
         return pids
 
     def _kill_everything(self) -> None:
         """The agent is gone. No answer is expected, so this takes as long as the kernel needs."""
-        self._template = None
+        self._template = self._snapshots = None
         while self._kill_all():
             try:
                 os.waitpid(-1, 0)

@@ -22,7 +22,9 @@ from holdfast.snapshots.slots import Ledger
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Any
 
+    from holdfast.process.spawner.transfers import Transfers
     from holdfast.process.spawner.wire import Message
     from holdfast.snapshots.slots import Action
 
@@ -41,14 +43,28 @@ class _Line:
 
 
 class Snapshots:
-    """Of all rounds of this spawner. `tell` sends a report to the agent:
+    """Of all rounds of this spawner. `settle` is for the transfer process (`transfers`). The agent orders:
+
+    begin(bytes, term, round, world size, ...)       a new round
+    keep(step)                                       say `kept` when there is a common snapshot from that step on
+    peers(key, bandwidth, directory, steps)          slots can be moved from now on; with the socket at which other
+                                                     nodes ask for some, if they may
+    transfer(number, kind, snapshot, ...)            move slots
+    complete(snapshot)                               what was kept before that one can go
+
+    `tell` sends a report to the agent:
 
     held(snapshots with ranges of ranks, step that a restart would load or None, bytes of all slots)
+    parts([(snapshot, rank, bytes, whether it is of this node's ranks)...])
     kept(snapshot), warn(line)
+    transferred(number, kind, snapshot, problems)
     """
 
-    def __init__(self, poller: select.poll, tell: Callable[[Message], None]) -> None:
-        self._poller, self._tell = poller, tell
+    def __init__(
+        self, poller: select.poll, tell: Callable[[Message], None], settle: Callable[[list[int]], None]
+    ) -> None:
+        self._poller, self._tell, self._settle = poller, tell, settle
+        self._transfers: Transfers | None = None
         self.ledger = Ledger(0)
         self._files: dict[int, int] = {}
         self._lines: dict[int, _Line] = {}  # By descriptor.
@@ -56,12 +72,34 @@ class Snapshots:
         self._has_news = False
         self._tell_at = 0.0
 
+    def obey(self, order: Message | list[Any], fds: list[int]) -> None:
+        match order:
+            case ["begin", limit, *round]:
+                self.begin(limit, *round)
+            case ["keep", step]:
+                self.act(self.ledger.keep_from(step))
+            case ["peers", *settings]:
+                from holdfast.process.spawner.transfers import Transfers
+
+                known = (fds[0] if fds else -1, self._poller, self._settle, self, self._tell)
+                self._transfers = self._transfers or Transfers(tuple(settings), *known)
+            case ["transfer", *transfer] if self._transfers is not None:
+                self._transfers.order(*transfer)
+            case ["complete", snapshot] if self._transfers is not None:
+                self._transfers.complete(snapshot)
+            case _:
+                raise ValueError(f"the spawner does not know the order {order[0]!r}")
+
+    @property
+    def transfer_pid(self) -> int:
+        return self._transfers.pid if self._transfers is not None else 0
+
     def begin(self, limit: int, *round: object) -> None:
         """A new round: the last one's workers are gone. `round` are the arguments of `Ledger.begin`."""
         for line in [*self._lines.values()]:
             self._close(line)
         self.ledger.limit = limit
-        self._do(self.ledger.begin(*round))  # type: ignore[arg-type]  # As the agent of this version sent them.
+        self.act(self.ledger.begin(*round))  # type: ignore[arg-type]  # As the agent of this version sent them.
         self._has_news = bool(self._files)
 
     def add_descriptor(self, id_: int, fds: dict[str, int]) -> None:
@@ -75,7 +113,7 @@ class Snapshots:
         fds[messages.VARIABLE] = theirs.detach()
 
     def fds(self) -> list[int]:
-        return [*self._files.values(), *self._lines]
+        return [*self._files.values(), *self._lines, *(self._transfers.fds() if self._transfers is not None else [])]
 
     def file_of(self, slot: int) -> int:
         """The descriptor of a slot's memory."""
@@ -84,14 +122,19 @@ class Snapshots:
     def deadline(self) -> float | None:
         return self._tell_at if self._has_news else None
 
-    def hear(self, ready: Iterable[int], *, is_end: bool = False) -> None:
+    def hear(self, ready: list[int], *, is_end: bool = False) -> None:
         for fd in ready:
             if fd in self._lines:
                 self._serve(self._lines[fd])
+        if self._transfers is not None and self._transfers.hear(ready):
+            self._has_news = True
         now = time.monotonic()
         if self._has_news and (is_end or now >= self._tell_at):
             self._has_news, self._tell_at = False, now + _TELL_EVERY_S
             newest = self.ledger.newest
+            own = self.ledger.ranks
+            parts = [(each.snapshot, each.rank, each.size, each.rank in own) for each in self.ledger.slots.values()]
+            self._tell(("parts", [part for part in parts if part[0] is not None]))
             self._tell(("held", self.ledger.held(), newest[2] if newest else None, self.ledger.used))
 
     def settle(self) -> None:
@@ -123,18 +166,18 @@ class Snapshots:
         kind, request, *numbers = HEAD.unpack(packet)
         ledger, rank = self.ledger, line.rank
         if kind == messages.WANT:
-            self._do(ledger.want(rank, request, numbers[0]))
+            self.act(ledger.want(rank, request, numbers[0]))
         elif kind == messages.COMMIT:
             slot, step, size, flags, _ = numbers
-            self._do(ledger.commit(rank, request, slot, step, size, bool(flags & messages.REPLICATED)))
+            self.act(ledger.commit(rank, request, slot, step, size, bool(flags & messages.REPLICATED)))
             self._has_news = True
         elif kind == messages.LOAD:
-            self._do(ledger.load(rank, request, numbers[0], bool(numbers[1] & messages.RESHARD)))
+            self.act(ledger.load(rank, request, numbers[0], bool(numbers[1] & messages.RESHARD)))
         else:
             return False
         return True
 
-    def _do(self, actions: list[Action]) -> None:
+    def act(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case ("make", slot, size):
@@ -174,7 +217,7 @@ class Snapshots:
             if fd >= 0:
                 os.close(fd)
             self._failures[slot] = f"{size} bytes of memory are not to be had on this host: {error.strerror}"
-            self._do(self.ledger.lost(slot))
+            self.act(self.ledger.lost(slot))
 
     def _show(self, rank: int, request: int, slot: int, known: tuple[int, ...]) -> None:
         """With a descriptor that can only be read."""

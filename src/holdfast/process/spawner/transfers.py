@@ -9,7 +9,7 @@ An order of the agent has a number and concerns one snapshot; its parts become o
     fetch, ((rank, address, port)...)     from other nodes
     read, (rank...)                       from the directory of snapshots
     send, ((address, port)...)            copies of the parts of this node's ranks
-    write, directory                      files of these parts
+    write, (directory, with_copies)       files of these parts; and of copies that are here, if there is none
 
 A slot is pinned while it is read, so that no worker writes into it meanwhile.
 """
@@ -19,8 +19,8 @@ from __future__ import annotations
 import _socket
 import os
 import select
+import sys
 
-from holdfast import procfs
 from holdfast.process.spawner.wire import Channel, channel_pair
 
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
         ledger: Ledger
 
-        def act(self, actions: Iterable[Action]) -> None: ...
-        def duplicate(self, number: int) -> int: ...
+        def act(self, actions: list[Action]) -> None: ...
+        def file_of(self, slot: int) -> int: ...
 
 
 COPY = "copy"  # The pin of a peer's part.
+_MOST_DEATHS = 8  # After that, peers cannot start another process.
 
 
 class _Batch:
@@ -63,15 +64,15 @@ class Transfers:
         settings: tuple[bytes, int, str, tuple[int, ...]],
         listener_fd: int,
         poller: select.poll,
-        settle: Callable[[Iterable[int]], None],
+        settle: Callable[[list[int]], None],
         slots: Slots,
         report: Callable[[Message], None],
     ) -> None:
         self._settings, self._listener_fd, self._poller = settings, listener_fd, poller
         self._settle, self._slots, self._report = settle, slots, report
         self._channel: Channel | None = None
-        self.pid = 0
-        self._numbers = 0
+        self.pid = 0  # Of the process; 0 if there is none.
+        self._numbers = self._deaths = 0
         self._batches: dict[int, _Batch] = {}
         self._filling: dict[int, tuple[Slot, int, Snapshot, int]] = {}  # Question -> slot, order, snapshot, bytes.
         self._reading: dict[int, tuple[Snapshot, str]] = {}  # Question -> what is pinned for a peer.
@@ -80,25 +81,32 @@ class Transfers:
 
     # The process.
 
-    def watch(self) -> None:
-        """Before each poll."""
-        if self._channel is not None:
-            unsent = select.POLLOUT if self._channel.has_unsent else 0
-            self._poller.register(self._channel.fileno(), select.POLLIN | unsent)
+    def _watch(self, channel: Channel) -> None:
+        self._poller.register(channel.fileno(), select.POLLIN | (select.POLLOUT if channel.has_unsent else 0))
 
-    def hear(self, ready: list[int]) -> None:
-        if self._listener_fd in ready and self._channel is None:
-            self._fork()
+    def hear(self, ready: list[int]) -> bool:
+        """Whether slots may have changed."""
+        if self._listener_fd in ready and self._channel is None and (problem := self._fork()):
+            self._report(("warn", problem))
+            self._stop_listening()
         channel = self._channel
         if channel is None or channel.fileno() not in ready:
-            return
+            return False
         channel.flush()
         for message, fds in channel.receive():
             for fd in fds:
                 os.close(fd)
             self._take(message)
-        if not channel.is_open:
+        if channel.is_open:
+            self._watch(channel)
+        else:
             self._lose()
+        return True
+
+    def _stop_listening(self) -> None:
+        self._poller.unregister(self._listener_fd)
+        os.close(self._listener_fd)
+        self._listener_fd = -1
 
     def _fork(self) -> str:
         """Returns what is wrong, or nothing."""
@@ -113,6 +121,7 @@ class Transfers:
             self._serve(theirs)
         theirs.close()
         self.pid, self._channel = pid, ours
+        self._watch(ours)
         if self._listener_fd >= 0:
             self._poller.unregister(self._listener_fd)
         return ""
@@ -125,8 +134,9 @@ class Transfers:
 
             key, bandwidth, directory, _ = self._settings
             transfer.serve(Channel(theirs), self._listener_fd, key, bandwidth, directory)
-        finally:
-            os._exit(1)
+        except BaseException as error:
+            sys.__excepthook__(type(error), error, error.__traceback__)
+        os._exit(1)
 
     def _lose(self) -> None:
         """It has ended: so has what it was doing."""
@@ -134,9 +144,12 @@ class Transfers:
             return
         self._poller.unregister(self._channel.fileno())
         self._channel.close()
-        self._channel = None
+        self._channel, self.pid = None, 0
+        self._deaths += 1
         if self._listener_fd >= 0:
             self._poller.register(self._listener_fd, select.POLLIN)
+            if self._deaths >= _MOST_DEATHS:
+                self._stop_listening()
         for question in [*self._filling]:
             self._drop(question)
         for question in [*self._reading]:
@@ -144,17 +157,8 @@ class Transfers:
         for number in [number for batch in self._batches.values() for number in batch.left]:
             self._end(number, "the transfer process has ended")
 
-    def reaped(self, pid: int) -> None:
-        if pid == self.pid:
-            self.pid = 0
-            self._lose()
-
     def fds(self) -> list[int]:
         return [self._listener_fd] if self._listener_fd >= 0 else []
-
-    def close(self) -> None:
-        if self.pid:
-            procfs.kill(self.pid)
 
     # What the agent orders.
 
@@ -175,7 +179,7 @@ class Transfers:
             for rank, words, slot in orders:
                 self._numbers += 1
                 batch.left[self._numbers] = rank
-                fds = (self._slots.duplicate(slot),) if slot >= 0 else ()
+                fds = (os.dup(self._slots.file_of(slot)),) if slot >= 0 else ()
                 self._send((kind, self._numbers, snapshot, *words), fds)
         if problem:
             batch.problems.append(problem)
@@ -185,12 +189,13 @@ class Transfers:
         self._settle_batch(number)
 
     def _of_own_parts(self, batch: _Batch, argument: Any) -> Iterable[tuple[int, tuple[Any, ...], int]]:
-        """One part is enough of a replicated snapshot."""
-        ledger, snapshot = self._slots.ledger, batch.snapshot
-        slots = {slot.rank: slot for slot in ledger.pin(snapshot, batch.pin) if slot.rank in ledger.ranks}
-        for rank in sorted(slots)[:1] if snapshot[4] else sorted(slots):
+        """One part is enough of a replicated snapshot. The parts of this node's ranks come first."""
+        ledger, snapshot, is_write = self._slots.ledger, batch.snapshot, batch.kind == "write"
+        slots = {slot.rank: slot for slot in ledger.pin(snapshot, batch.pin)}
+        own, others = sorted({*slots} & {*ledger.ranks}), sorted({*slots} - {*ledger.ranks})
+        for rank in (own + others if is_write and argument[1] else own)[: 1 if snapshot[4] else None]:
             known = (rank, slots[rank].size)
-            for words in argument if batch.kind == "send" else [(argument, self._settings[3])]:
+            for words in [(argument[0], self._settings[3], rank in others)] if is_write else argument:
                 yield rank, (*known, *words), slots[rank].number
 
     def complete(self, snapshot: Snapshot) -> None:
@@ -206,6 +211,7 @@ class Transfers:
     def _send(self, message: Message, fds: tuple[int, ...]) -> None:
         assert self._channel is not None
         self._channel.send(message, fds)
+        self._watch(self._channel)
 
     # What the process says.
 
@@ -227,7 +233,7 @@ class Transfers:
                 self._drop(question)
                 self._release(question)
             case ("line", text):
-                self._report(("snapshot_line", text))
+                self._report(("warn", text))
 
     def _give_room(self, question: int, number: int, snapshot: Snapshot, rank: int, size: int) -> None:
         ledger, batch = self._slots.ledger, self._batch_of(number)
@@ -246,7 +252,7 @@ class Transfers:
             self._send(("given", question, 0, made), ())
             return
         self._filling[question] = (made, number, snapshot, size)
-        self._send(("given", question, size, ""), (self._slots.duplicate(made.number),))
+        self._send(("given", question, size, ""), (os.dup(self._slots.file_of(made.number)),))
 
     def _batch_of(self, number: int) -> _Batch | None:
         return next((batch for batch in self._batches.values() if number in batch.left), None)
@@ -260,7 +266,7 @@ class Transfers:
         pin = f"give {question}"
         slot.pins.add(pin)
         self._reading[question] = (snapshot, pin)
-        self._send(("given", question, slot.size, ""), (self._slots.duplicate(slot.number),))
+        self._send(("given", question, slot.size, ""), (os.dup(self._slots.file_of(slot.number)),))
 
     def _release(self, question: int) -> None:
         if question in self._reading:
