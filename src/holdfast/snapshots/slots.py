@@ -40,6 +40,7 @@ Action = tuple["Any", ...]
 
 MAX_STEP = 1 << 53
 KEPT = "kept"  # The pin of a step that all nodes are asked to keep.
+COPY = "copy"  # The pin of a part that another node has copied to this one.
 FETCHED = "fetched"  # The pin of a part while it comes from another node.
 
 _MIB = 1 << 20

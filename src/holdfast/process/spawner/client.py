@@ -72,6 +72,7 @@ class SpawnerLink:
         self.common_step: int | None = None
         self.snapshot_bytes = 0
         self.hear_of_snapshots: Callable[[Message], None] = lambda report: None
+        self.has_peers = False  # The spawner knows how to move slots.
 
     @classmethod
     def launch(cls) -> SpawnerLink:
@@ -215,6 +216,7 @@ class SpawnerLink:
                     continue
                 case ("held", held, step, used):
                     self.held, self.common_step, self.snapshot_bytes = held, step, used
+                    self.hear_of_snapshots(report)
                     continue
                 case ("parts" | "kept" | "transferred", *_):
                     self.hear_of_snapshots(report)

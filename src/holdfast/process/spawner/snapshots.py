@@ -17,7 +17,7 @@ import time
 
 from holdfast.snapshots import messages
 from holdfast.snapshots.messages import HEAD, packed
-from holdfast.snapshots.slots import Ledger
+from holdfast.snapshots.slots import COPY, KEPT, Ledger
 
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from holdfast.process.spawner.transfers import Transfers
     from holdfast.process.spawner.wire import Message
-    from holdfast.snapshots.slots import Action
+    from holdfast.snapshots.slots import Action, Snapshot
 
 _REQUESTS_A_TURN = 32
 # News about commits may wait for so long, so that the agent is not woken for each.
@@ -46,7 +46,8 @@ class Snapshots:
     """Of all rounds of this spawner. `settle` is for the transfer process (`transfers`). The agent orders:
 
     begin(bytes, term, round, world size, ...)       a new round
-    keep(step)                                       say `kept` when there is a common snapshot from that step on
+    keep(step)                                       say `kept` when there is a common snapshot from that step on. What
+                                                     was kept before can go, unless it is complete
     peers(key, bandwidth, directory, steps)          slots can be moved from now on; with the socket at which other
                                                      nodes ask for some, if they may
     transfer(number, kind, snapshot, ...)            move slots
@@ -65,6 +66,7 @@ class Snapshots:
     ) -> None:
         self._poller, self._tell, self._settle = poller, tell, settle
         self._transfers: Transfers | None = None
+        self._complete: Snapshot | None = None  # The last that all nodes have stored.
         self.ledger = Ledger(0)
         self._files: dict[int, int] = {}
         self._lines: dict[int, _Line] = {}  # By descriptor.
@@ -77,6 +79,7 @@ class Snapshots:
             case ["begin", limit, *round]:
                 self.begin(limit, *round)
             case ["keep", step]:
+                self._let_go()
                 self.act(self.ledger.keep_from(step))
             case ["peers", *settings]:
                 from holdfast.process.spawner.transfers import Transfers
@@ -85,10 +88,19 @@ class Snapshots:
                 self._transfers = self._transfers or Transfers(tuple(settings), *known)
             case ["transfer", *transfer] if self._transfers is not None:
                 self._transfers.order(*transfer)
-            case ["complete", snapshot] if self._transfers is not None:
-                self._transfers.complete(snapshot)
+            case ["complete", snapshot]:
+                self._complete = snapshot
+                self._let_go()
+                if self._transfers is not None:
+                    self._transfers.complete(snapshot)
             case _:
                 raise ValueError(f"the spawner does not know the order {order[0]!r}")
+
+    def _let_go(self) -> None:
+        """Of what was kept, and copied to this node, only the last complete snapshot stays."""
+        kept = {slot.snapshot for slot in self.ledger.slots.values() if slot.pins & {KEPT, COPY}}
+        for snapshot in kept - {None, self._complete}:
+            self.act([*self.ledger.unpin(snapshot, KEPT), *self.ledger.unpin(snapshot, COPY)])
 
     @property
     def transfer_pid(self) -> int:

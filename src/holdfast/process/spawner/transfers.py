@@ -22,6 +22,7 @@ import select
 import sys
 
 from holdfast.process.spawner.wire import Channel, channel_pair
+from holdfast.snapshots.slots import COPY
 
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         def file_of(self, slot: int) -> int: ...
 
 
-COPY = "copy"  # The pin of a peer's part.
 _MOST_DEATHS = 8  # After that, peers cannot start another process.
 
 
@@ -199,12 +199,7 @@ class Transfers:
                 yield rank, (*known, *words), slots[rank].number
 
     def complete(self, snapshot: Snapshot) -> None:
-        """All nodes have stored it: what was kept before it can go."""
-        ledger = self._slots.ledger
-        older = {slot.snapshot for slot in ledger.slots.values() if slot.snapshot and slot.snapshot < snapshot}
-        for each in older:
-            self._slots.act(ledger.unpin(each, COPY))
-            self._slots.act(ledger.unpin(each, "kept"))
+        """All nodes have stored it."""
         if self._settings[2] and self._channel is not None:
             self._send(("complete", self._settings[2], snapshot[2]), ())
 
