@@ -194,9 +194,9 @@ def test_the_worker_bootstrap_stands_alone() -> None:
     assert not [name for name in imported if name.startswith("holdfast")]
 
 
-@promise("project.framework-imported: No framework is imported.")
+@promise("project.framework-imported: No framework is imported, but by the one module for programs that use it.")
 def test_no_framework_is_imported() -> None:
-    for path in MODULES:
+    for path in {*MODULES} - {SOURCE / "snapshots" / "torch.py"}:
         assert not [name for name in imports_of(path) if name.split(".")[0] in ("torch", "jax", "tensorflow")]
 
 

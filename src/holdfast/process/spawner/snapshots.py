@@ -61,7 +61,7 @@ class Snapshots:
         for line in [*self._lines.values()]:
             self._close(line)
         self.ledger.limit = limit
-        self._do(self.ledger.begin(*round))  # type: ignore[arg-type]  # As the agent of this version sent them.
+        self.act(self.ledger.begin(*round))  # type: ignore[arg-type]  # As the agent of this version sent them.
         self._has_news = bool(self._files)
 
     def add_descriptor(self, id_: int, fds: dict[str, int]) -> None:
@@ -77,9 +77,9 @@ class Snapshots:
     def fds(self) -> list[int]:
         return [*self._files.values(), *self._lines]
 
-    def file_of(self, slot: int) -> int:
-        """The descriptor of a slot's memory."""
-        return self._files[slot]
+    def duplicate(self, slot: int) -> int:
+        """Another descriptor of a slot's memory."""
+        return os.dup(self._files[slot])
 
     def deadline(self) -> float | None:
         return self._tell_at if self._has_news else None
@@ -123,18 +123,18 @@ class Snapshots:
         kind, request, *numbers = HEAD.unpack(packet)
         ledger, rank = self.ledger, line.rank
         if kind == messages.WANT:
-            self._do(ledger.want(rank, request, numbers[0]))
+            self.act(ledger.want(rank, request, numbers[0]))
         elif kind == messages.COMMIT:
             slot, step, size, flags, _ = numbers
-            self._do(ledger.commit(rank, request, slot, step, size, bool(flags & messages.REPLICATED)))
+            self.act(ledger.commit(rank, request, slot, step, size, bool(flags & messages.REPLICATED)))
             self._has_news = True
         elif kind == messages.LOAD:
-            self._do(ledger.load(rank, request, numbers[0], bool(numbers[1] & messages.RESHARD)))
+            self.act(ledger.load(rank, request, numbers[0], bool(numbers[1] & messages.RESHARD)))
         else:
             return False
         return True
 
-    def _do(self, actions: list[Action]) -> None:
+    def act(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case ("make", slot, size):
@@ -174,7 +174,7 @@ class Snapshots:
             if fd >= 0:
                 os.close(fd)
             self._failures[slot] = f"{size} bytes of memory are not to be had on this host: {error.strerror}"
-            self._do(self.ledger.lost(slot))
+            self.act(self.ledger.lost(slot))
 
     def _show(self, rank: int, request: int, slot: int, known: tuple[int, ...]) -> None:
         """With a descriptor that can only be read."""
