@@ -37,7 +37,6 @@ LAYERS = {
     "adopt": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: what the names of torch's launcher stand for
     "observe": {"agent"} | _BELOW_AGENT,
     "hosts": {"launcher", "agent"} | _BELOW_AGENT,
-    "testing": {"rendezvous"} | _BASE,
     "launcher": {"agent"} | _BELOW_AGENT,
     "agent": _BELOW_AGENT,
     "rendezvous": {"failures", "telemetry"} | _BASE,
@@ -73,9 +72,6 @@ LAYERS = {
     "__main__": {"cli", "process", "signals"},
 }
 
-# Modules that only re-export names which have moved may import them.
-REEXPORTS = {"rendezvous/etcd_server.py": {"testing"}}
-
 # Modules that decide and do nothing else: they import data modules and each other.
 _PURE = {
     "": "errors escape frozen text wire_types",
@@ -92,7 +88,7 @@ _PURE = {
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
     "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
-    "restart_policy round run run_status",
+    "restart_policy round run run_status snapshot_records snapshots",
     "snapshots": "layout messages slots",
     "telemetry": "history redaction status stragglers",
 }
@@ -163,7 +159,7 @@ def named_in(path: Path) -> set[str]:
 
 def allowed_in(path: Path) -> set[str]:
     layer = layer_of(path)
-    return LAYERS[layer] | {layer} | REEXPORTS.get(str(path.relative_to(SOURCE)), set())
+    return LAYERS[layer] | {layer}
 
 
 @proves("project.imports-point-way-pure")

@@ -294,7 +294,10 @@ class Agent:
             case lifecycle.JoinRound():
                 self._port += 1
                 advance = self.group.plan.advance if self.group is not None else None
-                self.tell(node.JoinRequested(self._port, advance=advance))
+                held, saving = self.host.slots.held(), self.host.society.saving
+                self.checks.snapshots_held(self.name, held)
+                port = saving.port_of(self.host) if saving is not None else 0
+                self.tell(node.JoinRequested(self._port, advance=advance, held=held, snapshot_port=port))
             case lifecycle.StartWorkers(round):
                 self._start_workers(round)
             case lifecycle.StopWorkers(round, at_once):
@@ -323,6 +326,8 @@ class Agent:
     def _start_workers(self, round: int) -> None:
         assert self.place is not None
         self.group = self.host.start(self.name, round, self.place.rank, self.place.restarts_used)
+        if self.host.society.saving is not None:
+            self.host.society.saving.begin(self.group, self.place)
         self._pending.append(lifecycle.WorkersStarted(round))
 
     def workers_exited(self, group: Group) -> None:

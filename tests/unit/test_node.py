@@ -14,6 +14,7 @@ from holdfast.rendezvous.membership.model import (
     End,
     Ended,
     Expelled,
+    Held,
     NodeFacts,
     Notice,
     Outcome,
@@ -24,6 +25,7 @@ from holdfast.rendezvous.membership.model import (
     Resigned,
     Sealed,
     Settings,
+    SnapshotId,
     Stage,
     StandBy,
     Stop,
@@ -157,6 +159,20 @@ def test_what_may_have_got_lost_is_said_again(begin: Any, events: list[Any], exp
     for event in events:
         node.step(event, JOINED_AT + 0.1)
     assert reconnect(node, JOINED_AT + 0.2) == expected
+
+
+@proves("nodes.newest-snapshot-all-can-load")
+def test_the_snapshots_of_a_node_are_said_until_the_next_join() -> None:
+    """On the next connection, and by its next incarnation."""
+    held = (Held(SnapshotId(1, 3, 120, 4), ((0, 2),)),)
+    node = outside()
+    first = said(node.step(JoinRequested(1, held=held, snapshot_port=9), JOINED_AT))
+    again = [*reconnect(node, JOINED_AT + 0.2), *said(node.step(Pushed(Expelled("late")), JOINED_AT + 0.5))]
+    assert [(join.facts.incarnation, join.facts.snapshot_port, join.held) for join in first + again] == [
+        (0, 9, held), (0, 9, held), (1, 9, held),
+    ]  # fmt: skip
+    [join] = said(node.step(JoinRequested(2), JOINED_AT + 0.6))
+    assert (join.held, join.facts.snapshot_port) == ((), 0)
 
 
 def test_every_node_tells_the_last_round_that_it_has_heard_of() -> None:

@@ -19,8 +19,10 @@ from holdfast.errors import InternalError
 from holdfast.failures.records import Evidence, Failure
 from holdfast.rendezvous.membership.model import (
     PHASE_CHANGES,
+    Chosen,
     End,
     Ended,
+    Held,
     Memory,
     NodeFacts,
     Notice,
@@ -31,6 +33,8 @@ from holdfast.rendezvous.membership.model import (
     RoundEnd,
     Sealed,
     Settings,
+    SnapshotId,
+    Source,
     Stage,
     StandBy,
     Stop,
@@ -1253,6 +1257,22 @@ def test_many_lost_nodes_are_not_all_named() -> None:
     assert "n08" in said
     assert "n09" not in said
     assert "; and 3 more (the failures of round 1 are put down" in said
+
+
+@proves("nodes.newest-snapshot-all-can-load")
+def test_the_members_are_told_which_snapshot_to_load() -> None:
+    """What a node holds that joins again, not what it held before; and nothing of a node that stands by."""
+    old, new = SnapshotId(1, 3, 7, 2), SnapshotId(1, 3, 8, 2)
+    run, both = Membership(0.0), (Held(old, ((0, 2),)), Held(new, ((0, 2),)))
+    run.step(joined("a", PAIR, held=both, snapshot_port=5, address="x"), 0.0)
+    run.step(joined("a", PAIR, held=(Held(old, ((0, 1),)),), snapshot_port=5, address="x"), 0.0)
+    commands = run.step(joined("b", PAIR, held=(Held(old, ((1, 1),)), Held(new, ((1, 1),))), address="y"), 0.0)
+    places = [each.message.place for each in commands if isinstance(each, Tell) and isinstance(each.message, Sealed)]
+    assert [each.chosen for each in places] == [Chosen(old), Chosen(old)]
+    run.step(joined("c", PAIR, held=both, snapshot_port=5, address="z"), 0.0)
+    commands = [*run.step(left("b"), 1.0), *run.step(joined("a", PAIR, places[0], snapshot_port=5, address="x"), 1.0)]
+    places = [each.message.place for each in commands if isinstance(each, Tell) and isinstance(each.message, Sealed)]
+    assert [each.chosen for each in places] == [Chosen(new, (Source((0, 1), "z", 5),)), Chosen(new)]
 
 
 MANY = 10_000

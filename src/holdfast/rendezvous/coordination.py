@@ -16,7 +16,7 @@ from holdfast.failures.records import Failure
 from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
-from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Held, Outcome, PlaceLost, Sealed, Stop
 from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 
 Item = TypeVar("Item")
@@ -73,7 +73,8 @@ class Coordination(abc.ABC):
     yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
     `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
-    failure and before it joins again."""
+    failure and before it joins again; and before each join `held`, the snapshots that this node has, and
+    `snapshot_port`, where its transfer process serves them (0: nowhere)."""
 
     has_leases = False
     joined: str | None = None
@@ -82,6 +83,8 @@ class Coordination(abc.ABC):
         self.outcome: Outcome | None = None
         self.verdict: str | None = None
         self.advance: Advance | None = None
+        self.held: tuple[Held, ...] = ()
+        self.snapshot_port = 0
         self._mailbox: Mailbox[AgentPush] = Mailbox()
 
     @abc.abstractmethod

@@ -27,7 +27,7 @@ from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.client.thread import Client, Locator
 from holdfast.rendezvous.coordination import Answering, Coordination, JoinFailed
 from holdfast.rendezvous.coordinator import launch
-from holdfast.rendezvous.membership import model, node, protocol
+from holdfast.rendezvous.membership import model, node, protocol, snapshots
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.settings import NodeSettings
@@ -203,7 +203,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             for each in ports:
                 each.renew("")
         said = (failure and protocol.clipped(failure), self.advance)
-        asked = node.JoinRequested(self._held.number, *said, self._held_free.number)
+        held = snapshots.limited(self.held)
+        asked = node.JoinRequested(self._held.number, *said, self._held_free.number, held, self.snapshot_port)
         if not client.post(asked) and self._error is not None:
             self._fail(self._error)
 

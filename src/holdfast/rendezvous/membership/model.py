@@ -6,7 +6,7 @@ have on the wire; `protocol` defines them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,12 @@ from holdfast import escape
 from holdfast.failures.records import Evidence, Failure
 from holdfast.frozen import changed, field, frozen
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.rendezvous.membership.snapshot_records import MAX_HELD as MAX_HELD
+from holdfast.rendezvous.membership.snapshot_records import MAX_SOURCES as MAX_SOURCES
+from holdfast.rendezvous.membership.snapshot_records import Chosen as Chosen
+from holdfast.rendezvous.membership.snapshot_records import Held as Held
+from holdfast.rendezvous.membership.snapshot_records import SnapshotId as SnapshotId
+from holdfast.rendezvous.membership.snapshot_records import Source as Source
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
@@ -180,7 +186,8 @@ class NodeFacts:
     each join: `port` is the master port of the round if the node gets rank 0, `free_port` is for programs that need
     another one. `serves_store`: the agent can serve torch's store. `grace_s` is how long its workers may take to stop,
     `stop_margin_s` how much longer their agent may need. `script` is a digest of the file that they run, as it was when
-    the agent started; empty if there is none. `host` is the machine: a host that is lost repeatedly has to wait."""
+    the agent started; empty if there is none. `host` is the machine: a host that is lost repeatedly has to wait.
+    `snapshot_port` is where the node's transfer process serves snapshots at `address`; 0 if there is none."""
 
     node_id: wire.NonEmptyName
     incarnation: wire.Count = 0
@@ -195,6 +202,7 @@ class NodeFacts:
     host: wire.Name = ""
     free_port: wire.Port = 0
     serves_store: bool = False
+    snapshot_port: wire.Port = 0
 
     @property
     def key(self) -> str:
@@ -215,7 +223,8 @@ class Place:
     """A world as one of its members needs to know it: enough to compute every rank. `shapes` are the different pairs of
     role and local world size, `pattern` says which member has which: two bytes a member, compressed; empty if all
     members are alike. Without shapes the nodes know nothing of each other. `script` and `free_port` are those of the
-    member of rank 0. `has_store`: that member serves torch's store at the master port."""
+    member of rank 0. `has_store`: that member serves torch's store at the master port. `chosen` is the snapshot that
+    the ranks load; None if no member holds any."""
 
     term: wire.Count
     round: wire.RoundNumber
@@ -229,6 +238,7 @@ class Place:
     script: wire.Digest = ""
     free_port: wire.Port = 0
     has_store: bool = False
+    chosen: Chosen | None = None
 
     @property
     def serves_store(self) -> bool:
@@ -272,20 +282,24 @@ class Place:
 
 
 class World:
-    """One agreed membership: the members by rank, and `template`, the place of any of them. A world that a restarted
-    coordinator adopts knows only the members that have come back to it so far."""
+    """One agreed membership: the members by rank, and `template`, the place of any of them. `fetching` has the members
+    that lack ranks of the chosen snapshot, with their sources. A world that a restarted coordinator adopts knows only
+    the members that have come back to it so far."""
 
-    __slots__ = ("members", "ranks", "size", "template")
+    __slots__ = ("fetching", "members", "ranks", "size", "template")
 
-    def __init__(self, template: Place, members: Sequence[NodeFacts] = ()) -> None:
-        self.template, self.size = template, template.node_count
+    def __init__(
+        self, template: Place, members: Sequence[NodeFacts] = (), fetching: Mapping[int, Chosen] | None = None
+    ) -> None:
+        self.template, self.size, self.fetching = template, template.node_count, fetching or {}
         self.members = dict(enumerate(members))
         self.ranks = {member.key: rank for rank, member in self.members.items()}
 
     @classmethod
     def of(
-        cls, term: int, round: int, members: Sequence[NodeFacts], restarts_used: int = 0, *, has_store: bool = False
-    ) -> World:
+        cls, term: int, round: int, members: Sequence[NodeFacts], restarts_used: int = 0, *, has_store: bool = False,
+        chosen: Chosen | None = None, fetching: Mapping[int, Chosen] | None = None,
+    ) -> World:  # fmt: skip
         """A new world of these members, in rank order."""
         shapes, pattern = tuple(dict.fromkeys(member.shape for member in members)), b""
         if len(shapes) > 1:
@@ -295,7 +309,7 @@ class World:
             pattern = zlib.compress(b"".join(numbers[member.shape] for member in members))
         first = members[0]
         known = (shapes, pattern, first.address, first.port, restarts_used, first.script, first.free_port, has_store)
-        return cls(Place(term, round, 0, len(members), *known), members)
+        return cls(Place(term, round, 0, len(members), *known, chosen), members, fetching)
 
     @property
     def round(self) -> int:
@@ -327,7 +341,8 @@ class World:
         known = self.template  # Thousands of nodes may be told their places at once, so this is not `replace`.
         world = (known.node_count, known.shapes, known.pattern, known.master_address, known.master_port)
         more = (known.restarts_used, known.script, known.free_port, known.has_store)
-        return Place(known.term, known.round, self.ranks[key], *world, *more)
+        rank = self.ranks[key]
+        return Place(known.term, known.round, rank, *world, *more, self.fetching.get(rank, known.chosen))
 
 
 @frozen

@@ -62,12 +62,15 @@ _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 @frozen
 class JoinRequested:
     """The node has no workers and wants a place in the next round. The agent holds both ports, new ones each time.
-    `failure` is the one that was reported in the last round, with its evidence; `advance` is of that round, too."""
+    `failure` is the one that was reported in the last round, with its evidence; `advance` is of that round, too.
+    `held` are the snapshots that the node has, `snapshot_port` is where it serves them."""
 
     port: int
     failure: Failure | None = None
     advance: Advance | None = None
     free_port: int = 0
+    held: tuple[model.Held, ...] = ()
+    snapshot_port: int = 0
 
 
 @frozen
@@ -109,6 +112,7 @@ class Participant:
         self._failure: Failed | None = None
         self._stop: model.Stop | None = None
         self._advance: Advance | None = None
+        self._held: tuple[model.Held, ...] = ()  # When the agent asked for a place last.
         self._has_left = False  # While LEAVING: the workers are gone.
         self._close_reason = ""  # Of the user, to be said on every connection.
         self._end: Ended | Refused | None = None  # If and only if DONE.
@@ -125,11 +129,12 @@ class Participant:
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
-            case JoinRequested(port, failure, advance, free_port):
-                self._advance = advance
+            case JoinRequested(port, failure, advance, free_port, held, snapshot_port):
+                self._advance, self._held = advance, held
                 if failure is not None and self._failure is not None:
                     self._failure = Failed(self._failure.round, failure)
-                return self._join(port, free_port, now)
+                self.facts = replace(self.facts, port=port, free_port=free_port, snapshot_port=snapshot_port)
+                return self._join(now)
             case Failed(round) | Succeeded(round) if not self._is_in(round):
                 return []
             case Failed():
@@ -166,19 +171,18 @@ class Participant:
 
     # What the agent does.
 
-    def _join(self, port: int, free_port: int, now: float) -> list[Command]:
+    def _join(self, now: float) -> list[Command]:
         if self._end is not None:
             return [self._end]
         commands = self._step_lease(node_lease.PlaceGivenUp(), now)
         self._stand(Standing.WAITING)
-        self.facts = replace(self.facts, port=port, free_port=free_port)
         self.place, self._stage, self._asked_at = None, Stage.RUNNING, now
         return commands + self._say(self._join_message())
 
     def _join_message(self) -> Join:
         """With what was said of the last round: it may have met a closed connection, or a coordinator that is gone."""
         place, failure = self._last_place, self._failure.failure if self._failure else None
-        said = (self._has_lost_place, failure, self._stop, self._advance, self._heard_restarts)
+        said = (self._has_lost_place, failure, self._stop, self._advance, self._heard_restarts, self._held)
         return Join(self.facts, self.settings, place, self._heard_round, *said)
 
     def _is_in(self, round: int) -> bool:
@@ -247,7 +251,7 @@ class Participant:
         match self.standing:
             case Standing.WAITING:
                 self._become_stranger()
-                return self._join(self.facts.port, self.facts.free_port, now)
+                return self._join(now)
             case Standing.MEMBER:
                 assert self.place is not None
                 lost = PlaceLost(self.place.round, reason)
