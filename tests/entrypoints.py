@@ -195,3 +195,11 @@ def leave_daemon(mailbox: str) -> None:
     tell(mailbox, os.getpid())
     while True:
         time.sleep(600)
+
+
+def show_snapshot() -> None:
+    import holdfast
+
+    saved = holdfast.snapshots.open().load()
+    assert saved is not None
+    print(saved.step, saved["value"])

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.rendezvous.etcd.keeper import keys_of
-from holdfast.testing.etcd_server import EtcdCluster
 from tests import support
 from tests.certificates import make_certificates
 from tests.e2e.command import Holdfast
+from tests.etcd_cluster import EtcdCluster
 from tests.guarded_etcd import etcd_with_tls, etcd_with_users
 from tests.promises import promise, proves
 

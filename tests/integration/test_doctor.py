@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from holdfast.agent import control
+from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.membership.protocol import MAJOR, MINOR
-from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.attacks.harness import check_plain
 from tests.certificates import Certificates, make_certificates

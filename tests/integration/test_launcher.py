@@ -23,10 +23,10 @@ from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs, SignalException
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous import registry
+from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.telemetry import events
-from holdfast.testing.etcd_server import EtcdServer
 from tests import entrypoints, support
 from tests.promises import promise, proves
 

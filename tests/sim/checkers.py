@@ -214,6 +214,7 @@ class _Ledger(Checker):
     def set_up(self) -> None:
         self.world: World | None = None
         self._started_at = 0.0
+        self._decided_round = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -232,6 +233,8 @@ class _Ledger(Checker):
         self.was_stopped_otherwise = False
         """By an earlier coordinator, for another reason than a failure."""
         self.was_stopped_for_failure: bool | None = None
+        self._left_since_seal: set[str] = set()
+        """Nodes that announced their leave after the last seal was decided; it may not be written down yet."""
 
     is_uncertain = False
     """Which round the coordinator speaks of, until the next one is sealed."""
@@ -240,6 +243,11 @@ class _Ledger(Checker):
         self._begin()
         self._started_at = self.now()
 
+    def decided(self, memory: Memory) -> None:
+        if memory.last_round > self._decided_round:
+            self._left_since_seal.clear()
+        self._decided_round = memory.last_round
+
     def connection_closed(self, key: str) -> None:
         self.closed_at[key] = self.now()
 
@@ -247,6 +255,8 @@ class _Ledger(Checker):
         world = self.world
         if self.now() - self.closed_at.pop(key, self.now()) >= self.settings.drop_timeout_s:
             self.was_away.add(key)
+        if isinstance(message, (protocol.Leaving, protocol.Left)):
+            self._left_since_seal.add(key)
         if world is None:
             return
         if isinstance(message, (protocol.Join, protocol.Return)) and self._is_in_time():
@@ -296,9 +306,11 @@ class _Ledger(Checker):
         return [key for key in self.world.keys if key not in present]
 
     def world_sealed(self, world: World) -> None:
+        left = self._left_since_seal.intersection(world.keys)
         self.world, self.is_uncertain = world, False
         self._begin()
         self.back.update(world.keys)
+        self.leaving |= left
 
 
 class MembershipIsFree(_Ledger):

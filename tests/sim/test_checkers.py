@@ -99,6 +99,10 @@ def held_up(node: NodeFacts, *, free_for_s: float) -> Callable[[Checks], None]:
     return did("loop_held_up", SimpleNamespace(name=node.node_id, loop_free_for_s=free_for_s, host=host))
 
 
+def decided(round: int) -> Callable[[Checks], None]:
+    return lambda checks: checks.decided(Memory(last_round=round))
+
+
 STOPPED = [sealed(1, A, B), did("stop_ordered", STOP)]
 FAILURE_IN_ROUND_1 = [
     sealed(1, A, B), heard(A, protocol.Failed(1, CRASH)), did("stop_ordered", STOP), heard(A, join(A)),
@@ -139,6 +143,11 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
     ("restarts_within_budget", [wrote(1), wrote(1, 0, Outcome(End.FAILED, "the 1 allowed restart is used up", CRASH))]),
     ("restarts_within_budget", [sealed(1, A, B), sealed(2, A, B, restarts_used=1)]),
     ("losses_are_bounded", [sealed(1, A, B), heard(A, join(A)), sealed(2, A, C), *[
+        each for round in range(2, 22) for each in (heard(A, join_after(round)), sealed(round + 1, A, C))
+    ]]),
+    # A leave that was announced before the seal was decided excuses nothing.
+    ("losses_are_bounded", [
+        sealed(1, A, B), heard(A, join(A)), heard(C, protocol.Left()), decided(2), sealed(2, A, C), *[
         each for round in range(2, 22) for each in (heard(A, join_after(round)), sealed(round + 1, A, C))
     ]]),
     ("losses_are_bounded", [sealed(1, A, B), wrote(1, 0, Outcome(End.FAILED, "used up (--loss-limit 20)"))]),
@@ -209,6 +218,13 @@ def test_the_rule_objects_at_the_last_step(rule: str, story: list[Callable[[Chec
     with pytest.raises(Violation) as caught:
         story[-1](checks)
     assert caught.value.checker == rule
+
+
+def test_a_leave_between_the_decision_to_seal_and_the_write_is_no_loss() -> None:
+    checks = Checks(SETTINGS, lambda: 0.0, RULES)
+    for round in range(1, 30):
+        for step in (decided(round), heard(C, protocol.Left()), sealed(round, A, C), heard(A, join_after(round))):
+            step(checks)
 
 
 def test_every_rule_has_a_story() -> None:

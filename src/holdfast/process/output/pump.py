@@ -399,7 +399,7 @@ class Pump:
                 if end < len(data):
                     end = data.rfind(b"\n", start, end) + 1 or end
                 self._is_at_console = True
-                if written := self._write_some(fd, view[start:end]):
+                if written := self._write_some(fd, view[start:end], goes_on=end < len(data)):
                     start += written
                     self._moved_at = time.monotonic()
                 if not written or self._moved_at > self._closing_at + _CLOSE_LIMIT_S:
@@ -410,20 +410,18 @@ class Pump:
                 self._warn_once(f"nothing more is written to the console ({_path_of(fd)}): {error.strerror}")
         finally:
             self._is_at_console = False
+            if fd in self._dead_outlets and isinstance(fd, int):
+                stdio.give_up(fd)
 
-    def _write_some(self, fd: int | TextIO, data: memoryview) -> int:
+    def _write_some(self, fd: int | TextIO, data: memoryview, *, goes_on: bool) -> int:
         """Wait until the console takes some of it. 0 if it is given up before."""
         if not isinstance(fd, int):
             fd.write(bytes(data).decode(errors="backslashreplace"))
             fd.flush()
             return len(data)
-        written = stdio.write_now(fd, data)
-        if not written:
-            if not self._is_writable(fd):
-                return 0
-            # What cannot be opened anew takes at least so much, unless another process was faster.
-            written = stdio.write_now(fd, data) or stdio.write_some(fd, data[: select.PIPE_BUF])
-        stdio.note_written(fd, data[:written])
+        written = stdio.write_part(fd, data, goes_on=goes_on)
+        if not written and self._is_writable(fd):
+            written = stdio.write_part(fd, data, goes_on=goes_on, may_wait=True)
         return written
 
     def _is_writable(self, fd: int) -> bool:

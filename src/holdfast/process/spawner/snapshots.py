@@ -98,9 +98,10 @@ class Snapshots:
 
     def _let_go(self) -> None:
         """Of what was kept, and copied to this node, only the last complete snapshot stays."""
-        kept = {slot.snapshot for slot in self.ledger.slots.values() if slot.pins & {KEPT, COPY}}
-        for snapshot in kept - {None, self._complete}:
-            self.act([*self.ledger.unpin(snapshot, KEPT), *self.ledger.unpin(snapshot, COPY)])
+        slots = self.ledger.slots.values()
+        for snapshot in {slot.snapshot for slot in slots if slot.snapshot is not None and slot.pins & {KEPT, COPY}}:
+            if snapshot != self._complete:
+                self.act([*self.ledger.unpin(snapshot, KEPT), *self.ledger.unpin(snapshot, COPY)])
 
     @property
     def transfer_pid(self) -> int:
@@ -127,9 +128,9 @@ class Snapshots:
     def fds(self) -> list[int]:
         return [*self._files.values(), *self._lines, *(self._transfers.fds() if self._transfers is not None else [])]
 
-    def file_of(self, slot: int) -> int:
-        """The descriptor of a slot's memory."""
-        return self._files[slot]
+    def duplicate(self, slot: int) -> int:
+        """Another descriptor of a slot's memory."""
+        return os.dup(self._files[slot])
 
     def deadline(self) -> float | None:
         return self._tell_at if self._has_news else None
@@ -189,7 +190,7 @@ class Snapshots:
             return False
         return True
 
-    def act(self, actions: list[Action]) -> None:
+    def act(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case ("make", slot, size):

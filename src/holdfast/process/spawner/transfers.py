@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
         ledger: Ledger
 
-        def act(self, actions: list[Action]) -> None: ...
-        def file_of(self, slot: int) -> int: ...
+        def act(self, actions: Iterable[Action]) -> None: ...
+        def duplicate(self, slot: int) -> int: ...
 
 
 _MOST_DEATHS = 8  # After that, peers cannot start another process.
@@ -179,7 +179,7 @@ class Transfers:
             for rank, words, slot in orders:
                 self._numbers += 1
                 batch.left[self._numbers] = rank
-                fds = (os.dup(self._slots.file_of(slot)),) if slot >= 0 else ()
+                fds = (self._slots.duplicate(slot),) if slot >= 0 else ()
                 self._send((kind, self._numbers, snapshot, *words), fds)
         if problem:
             batch.problems.append(problem)
@@ -247,7 +247,7 @@ class Transfers:
             self._send(("given", question, 0, made), ())
             return
         self._filling[question] = (made, number, snapshot, size)
-        self._send(("given", question, size, ""), (os.dup(self._slots.file_of(made.number)),))
+        self._send(("given", question, size, ""), (self._slots.duplicate(made.number),))
 
     def _batch_of(self, number: int) -> _Batch | None:
         return next((batch for batch in self._batches.values() if number in batch.left), None)
@@ -261,7 +261,7 @@ class Transfers:
         pin = f"give {question}"
         slot.pins.add(pin)
         self._reading[question] = (snapshot, pin)
-        self._send(("given", question, slot.size, ""), (os.dup(self._slots.file_of(slot.number)),))
+        self._send(("given", question, slot.size, ""), (self._slots.duplicate(slot.number),))
 
     def _release(self, question: int) -> None:
         if question in self._reading:
