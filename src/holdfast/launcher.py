@@ -93,6 +93,7 @@ class LaunchConfig:
     events_file: str = ""
     on_first_node: Callable[[str], None] | None = None
     clean_shm: bool = False
+    snapshot_memory: int | None = None
     wait_for_gpu_memory_s: float | None = None
     refusal: str = ""
 
@@ -245,6 +246,7 @@ def _make_specs(
         preload=preload,
         preload_timeout_s=config.preload_timeout_s,
         clean_shm=config.clean_shm,
+        snapshot_memory=config.snapshot_memory,
         wait_for_gpu_memory_s=config.wait_for_gpu_memory_s,
     )
     return spec, group

@@ -93,6 +93,7 @@ EFFECTS = {
     "no_python": Effect(None, lambda a: (spec(a).entrypoint, spec(a).args), ("./x.py", ())),
     "run_path": Effect(None, lambda a: spec(a).entrypoint, program.run_script_path),
     "wait_for_gpu_memory": Effect("7m", lambda a: a._group.wait_for_gpu_memory_s, 420.0),
+    "snapshot_memory": Effect("3g", lambda a: a._group.snapshot_memory, 3 << 30),
     "clean_shm": Effect(None, lambda a: a._group.clean_shm, True),
     "start_method": Effect("fork", lambda a: a._group.start_method, "fork"),
     "preload": Effect("json,a.b", lambda a: a._group.preload, ("json", "a.b")),

@@ -27,6 +27,7 @@ from holdfast.agent.model import (
     WorkerGroup,
     WorkerState,
 )
+from holdfast.agent.snapshots import NodeSnapshots
 from holdfast.agent.workers import Workers
 from holdfast.errors import HoldfastError, HostError
 from holdfast.failures.records import Evidence, Failure
@@ -77,6 +78,7 @@ class LocalWorkers(Workers):
         self._stuck_timeout_s = stuck_timeout_s
         self._stuck_since: dict[int, float] = {}
         self.copied = {"stdout": Copied(), "stderr": Copied()}
+        self.snapshots: NodeSnapshots = NodeSnapshots(spec.snapshot_memory)
         self.timer_server: FileTimerServer | None = None
         self._run: Coordination | None = None
         self._place = Place(0, 0, 0, 1)
@@ -160,6 +162,7 @@ class LocalWorkers(Workers):
         group = self._group
         args = {each.local_rank: tuple(macros.substitute(group.spec.args, each.local_rank)) for each in group.workers}
         self._stop_watching()
+        reached = self.progress.slowest() if self.progress is not None else None
         self._forget_progress()
         envs = worker_environments(
             group,
@@ -177,6 +180,7 @@ class LocalWorkers(Workers):
         template = self._spec.log_line_prefix_template
         prefixes = log_line_prefixes(template, group.spec.role, group.workers, host_name())
         link, lease = self._spawner(), self._lease()
+        self.snapshots.begin(link, self._place, group.workers, envs, reached[0] if reached is not None else None)
         self._began_at = time.time()
         if self._spec.clean_shm:
             from holdfast.process.workers import shared_memory

@@ -26,6 +26,7 @@ from holdfast.agent.workers import Workers
 from holdfast.errors import HoldfastError, HostError
 from holdfast.failures import report
 from holdfast.failures.records import HANG, Failure
+from holdfast.frozen import changed
 from holdfast.hangs import stop_margin_s
 from holdfast.log import Logger
 from holdfast.loop import call_interruptibly, in_hook, wait_readable
@@ -265,6 +266,7 @@ class AgentLoop:
         result, round = self._result, self._machine.round
         has_failed = self._failed_round == round > 0 and bool(result.failures)
         self._run.advance = self._workers.advance()
+        self._run.held = self._workers.snapshots.held() if self._workers.snapshots is not None else ()
         self._run.join(causes.failure_of(result, round, with_evidence=True) if has_failed else None)
 
     def _enter(self, sealed: Sealed) -> None:
@@ -327,6 +329,8 @@ class AgentLoop:
         result = RunResult(WorkerState.FAILED, failures=dict(settled.failures), stopped=settled.stopped)
         known = (outcome, group, group.spec.policy, self._machine.round, self._place)
         result.report = causes.report_of(result, *known) if end is End.FAILED else None
+        if result.report is not None and self._workers.snapshots is not None:
+            result.report = changed(result.report, steps_lost=self._workers.snapshots.steps_lost)
         if outcome is not None:
             causes.add_agreed_cause(result, outcome, group.group_world_size or 1)
         return result

@@ -258,7 +258,8 @@ class Publisher(Sink):
         readers = (progress.of, progress.rate_of) if progress is not None else ()
         told = self.status.told(time.monotonic(), self._run.joined, *readers)
         output = {name: Output(each.lines, each.size_bytes) for name, each in copied.items()}
-        shown: dict[str, Any] = plain(changed(told, output=output))
+        snapshots = self._workers.snapshots.status() if self._workers.snapshots is not None else None
+        shown: dict[str, Any] = plain(changed(told, output=output, snapshots=snapshots))
         return shown
 
     def _traced(self) -> AbstractContextManager[Tracing | None]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.agent.model import RunResult, WorkerState
 
 if TYPE_CHECKING:
+    from holdfast.agent.snapshots import NodeSnapshots
     from holdfast.hangs.progress import GroupProgress
     from holdfast.process.output.lines import Copied
     from holdfast.process.workers.group import PContext
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
 class Workers:
     """The interface; as it stands, a group without workers. Of processes of this host more is known than of others:
     `context` is the last life of the group, `progress` what they have told of it, sampled last at `sampled_at`,
-    `copied` how much they have written. `serves_store`: the workers of rank 0 come with torch's store."""
+    `copied` how much they have written, `snapshots` what they have saved. `serves_store`: the workers of rank 0 come
+    with torch's store."""
 
     context: PContext | None = None
     progress: GroupProgress | None = None
     sampled_at = 0.0
     serves_store = False
     copied: Mapping[str, Copied] = {}
+    snapshots: NodeSnapshots | None = None
 
     def prepare(self, run: Coordination) -> None:
         """This node asks for a place in the next round: get ready what can be."""

@@ -379,6 +379,7 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         prefix=args.prefix,
         events_file=args.events_file or "",
         clean_shm=args.clean_shm,
+        snapshot_memory=args.snapshot_memory,
         wait_for_gpu_memory_s=args.wait_for_gpu_memory,
     )
 

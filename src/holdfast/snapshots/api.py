@@ -138,9 +138,7 @@ class Snapshots:
             kind, numbers, text, fds = self._ask(messages.LOAD, rank, flags)
         if kind == messages.NOTHING:
             if text:
-                import logging
-
-                logging.getLogger("holdfast.snapshots").warning("no snapshot is loaded: %s", text)
+                _warn("no snapshot is loaded: %s", text)
             return None
         step, world_size, size, of_rank, flags = numbers
         try:
@@ -203,6 +201,12 @@ def _mapped(fd: int) -> mmap.mmap:
     return mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
+def _warn(text: str, *values: str) -> None:
+    import logging
+
+    logging.getLogger("holdfast.snapshots").warning(text, *values)
+
+
 def _close_all(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
@@ -221,12 +225,14 @@ def open() -> Snapshots:  # noqa: A001  (`holdfast.snapshots.open()` reads well)
 
 def _socket_of_round() -> socket.socket | None:
     number = os.environ.pop(messages.VARIABLE, "")  # Children of this process have no part in it.
+    if not number.isdecimal():
+        if number:
+            _warn("no snapshots are kept: %s", number)
+        return None
     try:
-        sock = socket.socket(fileno=int(number)) if number.isdecimal() else None
+        sock = socket.socket(fileno=int(number))
     except OSError:
         return None  # It was closed on the way here.
-    if sock is None:
-        return None
     if (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
         sock.detach()  # Another one, which happens to have the number.
         return None

@@ -66,11 +66,24 @@ class Output:
 
 
 @frozen
+class SnapshotStatus:
+    """What the workers of a node have saved. A restart would load `step`, as far as this node knows, which was saved
+    `age_s` ago. `used_bytes` of `limit_bytes` are in use. `steps_lost` were computed again so far after failures, or
+    would be; None if that is not known."""
+
+    step: wire.Count | None = None
+    age_s: wire.Seconds | None = None
+    used_bytes: wire.Count = 0
+    limit_bytes: wire.Count = 0
+    steps_lost: wire.Count | None = None
+
+
+@frozen
 class AgentStatus:
     """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
     machine (`lifecycle.Step`). `node_id` is its name in the run, if it has one. `failed` are the last workers that
-    failed, of this round and earlier ones. `past` is the history of this node. `age_s`, `waiting_for`, `history` and
-    `output` are filled in when the status is told."""
+    failed, of this round and earlier ones. `past` is the history of this node. `age_s`, `waiting_for`, `history`,
+    `output` and `snapshots` are filled in when the status is told."""
 
     run_id: str = ""
     role: str = ""
@@ -93,6 +106,7 @@ class AgentStatus:
     waiting_for: str | None = None
     history: HistoryStatus = HistoryStatus()
     output: Mapping[str, Output] = field(default_factory=dict)
+    snapshots: SnapshotStatus | None = None
 
     def told(
         self,

@@ -66,10 +66,11 @@ class SpawnerLink:
         self.is_preloading = False
         self._is_gone = threading.Event()
         self._is_guarded = False
-        # What the workers have saved: snapshots with ranges of ranks, the step that a restart would load, and how many
-        # bytes all slots have.
+        # What the workers have saved: snapshots with ranges of ranks, the step that a restart would load, since when,
+        # and how many bytes all slots have.
         self.held: list[tuple[Any, ...]] = []
         self.common_step: int | None = None
+        self.common_at = 0.0
         self.snapshot_bytes = 0
         self.hear_of_snapshots: Callable[[Message], None] = lambda report: None
         self.has_peers = False  # The spawner knows how to move slots.
@@ -215,6 +216,8 @@ class SpawnerLink:
                     logger.warning("%s", line)
                     continue
                 case ("held", held, step, used):
+                    if step != self.common_step:
+                        self.common_at = time.monotonic()
                     self.held, self.common_step, self.snapshot_bytes = held, step, used
                     self.hear_of_snapshots(report)
                     continue

@@ -73,7 +73,8 @@ class GroupSpec:
     the modules of `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from
     those of `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if
     that is known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
-    `wait_for_gpu_memory_s`: see `device_memory`.
+    `snapshot_memory` is how many bytes the snapshots of this node may have: 0 means that there are none, None a
+    quarter of its memory. `wait_for_gpu_memory_s`: see `device_memory`.
     """
 
     role: str
@@ -89,6 +90,7 @@ class GroupSpec:
     preload: tuple[str, ...] = ()
     preload_timeout_s: float = 300.0
     clean_shm: bool = False
+    snapshot_memory: int | None = None
     wait_for_gpu_memory_s: float | None = None
 
 
