@@ -94,6 +94,8 @@ class LaunchConfig:
     on_first_node: Callable[[str], None] | None = None
     clean_shm: bool = False
     snapshot_memory: int | None = None
+    snapshot_dir: str = ""
+    snapshot_bandwidth: int = 0
     wait_for_gpu_memory_s: float | None = None
     refusal: str = ""
 
@@ -247,6 +249,8 @@ def _make_specs(
         preload_timeout_s=config.preload_timeout_s,
         clean_shm=config.clean_shm,
         snapshot_memory=config.snapshot_memory,
+        snapshot_dir=config.snapshot_dir,
+        snapshot_bandwidth=config.snapshot_bandwidth,
         wait_for_gpu_memory_s=config.wait_for_gpu_memory_s,
     )
     return spec, group

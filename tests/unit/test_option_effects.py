@@ -93,6 +93,8 @@ EFFECTS = {
     "no_python": Effect(None, lambda a: (spec(a).entrypoint, spec(a).args), ("./x.py", ())),
     "run_path": Effect(None, lambda a: spec(a).entrypoint, program.run_script_path),
     "wait_for_gpu_memory": Effect("7m", lambda a: a._group.wait_for_gpu_memory_s, 420.0),
+    "snapshot_dir": Effect("d", lambda a: a._group.snapshot_dir, "d"),
+    "snapshot_bandwidth": Effect("9m", lambda a: a._group.snapshot_bandwidth, 9 << 20),
     "snapshot_memory": Effect("3g", lambda a: a._group.snapshot_memory, 3 << 30),
     "clean_shm": Effect(None, lambda a: a._group.clean_shm, True),
     "start_method": Effect("fork", lambda a: a._group.start_method, "fork"),

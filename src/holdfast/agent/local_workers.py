@@ -78,7 +78,8 @@ class LocalWorkers(Workers):
         self._stuck_timeout_s = stuck_timeout_s
         self._stuck_since: dict[int, float] = {}
         self.copied = {"stdout": Copied(), "stderr": Copied()}
-        self.snapshots: NodeSnapshots = NodeSnapshots(spec.snapshot_memory)
+        self.snapshots: NodeSnapshots = NodeSnapshots(spec.snapshot_memory, spec.snapshot_dir, spec.snapshot_bandwidth)
+        self._tell_gone: Callable[[], None] = lambda: None
         self.timer_server: FileTimerServer | None = None
         self._run: Coordination | None = None
         self._place = Place(0, 0, 0, 1)
@@ -481,6 +482,9 @@ class LocalWorkers(Workers):
 
     def shutdown(self, grace_s: float, number: signal.Signals | None = None, *, is_restart: bool = False) -> None:
         self._stop_watching()
+        until = time.monotonic() + grace_s
+        if not is_restart:
+            self.snapshots.begin_last_files()
         if self.context is not None:
             self.context.close(number, grace_s)
         if is_restart:
@@ -488,11 +492,16 @@ class LocalWorkers(Workers):
         self._forget_progress()
         if self._device_wait is not None:
             self._device_wait.cancel()
+        self._tell_gone()
+        self.snapshots.await_last_files(until)
         if self._link is not None:
             self._link.close()
             self._link = None
         if isinstance(self._spec.logs_specs, DefaultLogsSpecs):
             self._spec.logs_specs.remove_if_unused(keep_errors=self._group.state is WorkerState.FAILED)
+
+    def when_gone(self, tell: Callable[[], None]) -> None:
+        self._tell_gone = tell
 
     def _stop_watching(self) -> None:
         if self._hangs is not None:

@@ -380,6 +380,8 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         events_file=args.events_file or "",
         clean_shm=args.clean_shm,
         snapshot_memory=args.snapshot_memory,
+        snapshot_dir=args.snapshot_dir,
+        snapshot_bandwidth=args.snapshot_bandwidth,
         wait_for_gpu_memory_s=args.wait_for_gpu_memory,
     )
 

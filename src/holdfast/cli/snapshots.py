@@ -16,7 +16,7 @@ from holdfast.observe import run_view, snapshots, words
 from holdfast.observe.ask import AskedRun
 from holdfast.observe.run_view import RunView
 from holdfast.observe.snapshots import Listed
-from holdfast.telemetry.status import NodeSnapshots, plain
+from holdfast.telemetry.status import SnapshotList, plain
 from holdfast.text import plural, size_text
 
 PROGRAM = "holdfast snapshots"
@@ -72,7 +72,7 @@ def _complain(text: str) -> None:
     console.write_error(PROGRAM, text)
 
 
-def _text(nodes: dict[str, NodeSnapshots], args: argparse.Namespace) -> str:
+def _text(nodes: dict[str, SnapshotList], args: argparse.Namespace) -> str:
     listed = snapshots.listed(nodes)
     if args.json:
         told = [
@@ -91,7 +91,7 @@ def _row(each: Listed) -> tuple[str, ...]:
     return (str(each.step), each.rank_words(), size_text(each.bytes), words.age_text(each.age_s), *places, on_disk)
 
 
-def _export(run: AskedRun, view: RunView, nodes: dict[str, NodeSnapshots], directory: str) -> str:
+def _export(run: AskedRun, view: RunView, nodes: dict[str, SnapshotList], directory: str) -> str:
     in_memory = [each for each in snapshots.listed(nodes) if "memory" in each.places and not each.missing]
     if not in_memory:
         raise HostError("no snapshot in memory is complete")

@@ -59,8 +59,9 @@ for _kind in (
     status.HeldNode,
     status.StoryLine,
     status.RunStatus,
+    status.SnapshotStatus,
     status.HeldParts,
-    status.NodeSnapshots,
+    status.SnapshotList,
 ):
     _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
 

@@ -3,15 +3,16 @@ put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from holdfast.agent.snapshot_transfers import parts_on_disk
 from holdfast.errors import HostError
 from holdfast.failures.report import ranks_text
 from holdfast.frozen import frozen
 from holdfast.observe.ask import AskedRun, decoded
 from holdfast.observe.run_view import RunView
 from holdfast.snapshots import disk
-from holdfast.telemetry.status import HeldParts, NodeSnapshots
+from holdfast.telemetry.status import HeldParts, SnapshotList
 
 Key = tuple[int, int, int, int, bool]
 
@@ -36,21 +37,21 @@ class Listed:
         return f"{words}, {ranks_text(self.missing)} missing" if self.missing else words
 
 
-def take(run: AskedRun, view: RunView) -> tuple[dict[str, NodeSnapshots], dict[str, str]]:
+def take(run: AskedRun, view: RunView) -> tuple[dict[str, SnapshotList], dict[str, str]]:
     """What each node has, and why others did not say."""
-    taken: dict[str, NodeSnapshots] = {}
+    taken: dict[str, SnapshotList] = {}
     problems: dict[str, str] = {}
     for name, answer in run.ask_nodes([*view.agents], {"command": "snapshots"}).items():
         try:
             if isinstance(answer, HostError):
                 raise answer
-            taken[name] = decoded(answer, NodeSnapshots, f"node {name}")
+            taken[name] = decoded(answer, SnapshotList, f"node {name}")
         except HostError as error:
             problems[name] = str(error)
     return taken, problems
 
 
-def listed(nodes: Mapping[str, NodeSnapshots]) -> list[Listed]:
+def listed(nodes: Mapping[str, SnapshotList]) -> list[Listed]:
     """Newest first. Files of snapshots have no round, and come after what is in memory."""
     parts_of: dict[Key, list[tuple[str, HeldParts]]] = {}
     for name, node in nodes.items():
@@ -70,18 +71,9 @@ def _listed(key: Key, held: Sequence[tuple[str, HeldParts]]) -> Listed:
     return Listed(key, sum(parts.bytes for _, parts in held), age_s, places, missing)
 
 
-def in_directory(directory: str, now: float, say: Callable[[str], None]) -> NodeSnapshots:
-    return NodeSnapshots(0, 0, directory, tuple(parts_on_disk(disk.found_in(directory, say), now)))
-
-
-def parts_on_disk(found: Iterable[disk.Found], now: float) -> list[HeldParts]:
-    """By snapshot. `now` is the wall clock."""
-    of: dict[Key, list[disk.Found]] = {}
-    for each in found:
-        of.setdefault(each.part.snapshot, []).append(each)
-    made = []
-    for key, files in of.items():
-        ranks = tuple((each.part.rank, 1) for each in files)
-        age_s = max(0.0, now - max(each.written_at for each in files))
-        made.append(HeldParts(*key, ranks, sum(each.part.bytes for each in files), age_s, "disk"))
-    return made
+def in_directory(directory: str, now: float, say: Callable[[str], None]) -> SnapshotList:
+    """`now` is the wall clock."""
+    files: dict[Key, list[disk.Found]] = {}
+    for each in disk.found_in(directory, say):
+        files.setdefault(each.part.snapshot, []).append(each)
+    return SnapshotList(0, 0, directory, tuple(parts_on_disk(key, each, now) for key, each in files.items()))

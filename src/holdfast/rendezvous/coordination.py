@@ -32,7 +32,16 @@ class JoinFailed:
     error: BaseException
 
 
-AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed
+@frozen
+class ExportRequested:
+    """A person wants the parts of a snapshot that are on this node as files. `then` gets the problems."""
+
+    snapshot: tuple[int, int, int, int, bool]
+    directory: str
+    then: Callable[[list[str]], None]
+
+
+AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed | ExportRequested
 
 
 class Mailbox(Generic[Item]):
@@ -150,6 +159,10 @@ class Coordination(abc.ABC):
     def request_close(self, reason: str) -> None:
         """The agent's loop gets `CloseRequested`, and then calls `close_run`."""
         self._mailbox.put(CloseRequested(reason))
+
+    def request_export(self, request: ExportRequested) -> None:
+        """The agent's loop gets it."""
+        self._mailbox.put(request)
 
     def close_run(self, reason: str) -> None:
         """End the run. Without a coordinator that is this node's part of it. `Ended` is pushed."""

@@ -231,7 +231,7 @@ class HeldParts:
 
 
 @frozen
-class NodeSnapshots:
+class SnapshotList:
     """The snapshots of one node. `used_bytes` of the `limit_bytes` that slots may have are in use; `directory` is where
     it writes them."""
 

@@ -306,6 +306,13 @@ class RunArguments:
         "How much memory of this node the snapshots of its workers may have, as in 512m or 8g; 0 or off: none are "
         "kept. Left out, it is a quarter of the memory of this host or of its control group. Memory is used only if a "
         "worker saves something. See docs/snapshots.md.")
+    snapshot_dir = value("--snapshot-dir DIR", FAILURES, str, "", in_full=True, help=
+        "Write the newest snapshot to DIR when the run is ended by a failure, a signal or `holdfast stop`, within "
+        "--grace-period, and load the newest one from there when the run starts. The newest two complete steps are "
+        "kept. See docs/snapshots.md.")
+    snapshot_bandwidth = value("--snapshot-bandwidth SIZE", FAILURES, size_bytes, "0", in_full=True, help=
+        "How many bytes a second this node may send to other nodes when it copies snapshots, as in 100m; 0 means no "
+        "limit.")
     signals_to_handle = value("--signals-to-handle NAMES", FAILURES, signal_names, "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         help="The signals that stop the run in order: the workers get the same signal, and the grace period to exit.")
     monitor_interval = value("--monitor-interval SECONDS", FAILURES, seconds_above_0, "0.1", help=

@@ -74,6 +74,8 @@ class SpawnerLink:
         self.snapshot_bytes = 0
         self.hear_of_snapshots: Callable[[Message], None] = lambda report: None
         self.has_peers = False  # The spawner knows how to move slots.
+        # All parts in memory: snapshot, rank, bytes, whether the rank is of this node, and since when it is known.
+        self.parts: list[tuple[Any, ...]] = []
 
     @classmethod
     def launch(cls) -> SpawnerLink:
@@ -130,6 +132,10 @@ class SpawnerLink:
 
     def fileno(self) -> int:
         return self._channel.fileno()
+
+    @property
+    def is_gone(self) -> bool:
+        return self._is_gone.is_set()
 
     def is_idle(self) -> bool:
         """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""
@@ -221,7 +227,11 @@ class SpawnerLink:
                     self.held, self.common_step, self.snapshot_bytes = held, step, used
                     self.hear_of_snapshots(report)
                     continue
-                case ("parts" | "kept" | "transferred", *_):
+                case ("parts", parts):
+                    at = {(snapshot, rank): at for snapshot, rank, _, _, at in self.parts}
+                    self.parts = [(*part, at.get(part[:2], time.monotonic())) for part in parts]
+                    continue
+                case ("kept" | "transferred", *_):
                     self.hear_of_snapshots(report)
                     continue
                 case ("started", _, pid):
@@ -249,7 +259,7 @@ class SpawnerLink:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
         self._is_gone.set()
         self.is_preloading = False
-        self.held, self.common_step, self.snapshot_bytes = [], None, 0
+        self.held, self.parts, self.common_step, self.snapshot_bytes = [], [], None, 0
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)

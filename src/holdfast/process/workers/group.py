@@ -74,7 +74,8 @@ class GroupSpec:
     those of `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if
     that is known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
     `snapshot_memory` is how many bytes the snapshots of this node may have: 0 means that there are none, None a
-    quarter of its memory. `wait_for_gpu_memory_s`: see `device_memory`.
+    quarter of its memory. `snapshot_dir` is where they are written, if they are. `snapshot_bandwidth` is how many bytes
+    a second may be sent to other nodes; 0 means no limit. `wait_for_gpu_memory_s`: see `device_memory`.
     """
 
     role: str
@@ -91,6 +92,8 @@ class GroupSpec:
     preload_timeout_s: float = 300.0
     clean_shm: bool = False
     snapshot_memory: int | None = None
+    snapshot_dir: str = ""
+    snapshot_bandwidth: int = 0
     wait_for_gpu_memory_s: float | None = None
 
 

@@ -1,0 +1,236 @@
+"""What the agent has moved of its node's snapshots: parts that come from other nodes or from disk when a round begins,
+copies and files of agreed steps, and files at the end of the run.
+
+The spawner's transfer process does the work (`process.spawner.transfers`); here is what is ordered and what follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from holdfast import escape
+from holdfast.errors import UserError
+from holdfast.frozen import fields_of
+from holdfast.log import Logger
+from holdfast.rendezvous.membership.model import Chosen, Place
+from holdfast.signals import SignalException
+from holdfast.snapshots import disk
+from holdfast.snapshots.slots import Snapshot, ranges_of
+from holdfast.telemetry.status import HeldParts
+from holdfast.text import plural
+
+if TYPE_CHECKING:
+    from holdfast.process.spawner.client import SpawnerLink
+    from holdfast.process.spawner.wire import Message
+    from holdfast.rendezvous.coordination import Coordination
+
+logger = Logger(__name__)
+
+_AT_THE_END = 2  # Nodes may be one step apart: what the others have is the newest step of this one, or the one before.
+
+
+class SnapshotTransfers:
+    """Of one agent. `directory` is that of --snapshot-dir, or empty; `bandwidth` a limit in bytes a second, or 0."""
+
+    def __init__(self, directory: str, bandwidth: int) -> None:
+        self._directory, self._bandwidth = os.path.abspath(directory) if directory else "", bandwidth
+        self._numbers = itertools.count(1)
+        self._link: SpawnerLink | None = None
+        self._run: Coordination | None = None
+        self._place = Place(0, 0, 0, 1)
+        self._ranks: Sequence[int] = ()
+        self._awaited: dict[int, Callable[[list[str]], None]] = {}  # Other orders.
+        self._on_disk: dict[Snapshot, list[disk.Found]] = {}
+        self._inherited: tuple[int, ...] | None = None  # The steps that were there before this run.
+        self._named: set[str] = set()  # Lines about files that were ignored.
+        self._written: set[Snapshot] = set()
+        self.parts: list[
+            tuple[Snapshot, int, int, bool]
+        ] = []  # In memory: also rank, bytes, and whether it is our own.
+        self._seen_at: dict[Snapshot, float] = {}
+
+    # The directory.
+
+    def look_at_disk(self) -> dict[Snapshot, list[tuple[int, int]]]:
+        """The snapshots in the directory, with ranges of ranks. It is made if it is not there at the first look."""
+        if not self._directory:
+            return {}
+        self._on_disk = {}
+        try:
+            if self._inherited is None:
+                os.makedirs(self._directory, exist_ok=True)
+            for each in disk.found_in(self._directory, self._name_once):
+                self._on_disk.setdefault(each.part.snapshot, []).append(each)
+        except OSError as error:
+            text = f"--snapshot-dir {self._directory}: {error.strerror}"
+            if self._inherited is None:
+                raise UserError(text) from None
+            logger.warning("%s", text)
+        if self._inherited is None:
+            self._inherited = tuple(sorted({snapshot[2] for snapshot in self._on_disk}))
+        return {snapshot: ranges_of(each.part.rank for each in files) for snapshot, files in self._on_disk.items()}
+
+    def _name_once(self, line: str) -> None:
+        if line not in self._named:
+            self._named.add(line)
+            logger.warning("%s", escape.one_line(line))
+
+    # A round.
+
+    def begin(self, link: SpawnerLink, run: Coordination, place: Place, ranks: Sequence[int]) -> list[int]:
+        """Before the spawner hears of the round. Returns the ranks whose parts are about to come."""
+        self._link, self._run = link, run
+        self._place, self._ranks = place, ranks
+        fetched, read = parts_to_get(place.chosen, ranks, self._files_of(place.chosen))
+        return [*(rank for rank, _, _ in fetched), *read]
+
+    def attach(self, link: SpawnerLink, run: Coordination) -> None:
+        """Have this spawner ready to move slots."""
+        self._link, self._run = link, run
+        if link.has_peers:
+            return
+        found = run.snapshot_listener()
+        fds, key = ((found[0],), found[1]) if found is not None else ((), b"")
+        link.order_of_snapshots("peers", key, self._bandwidth, self._directory, self._inherited or (), fds=fds)
+        link.has_peers, link.hear_of_snapshots = True, self.hear
+
+    def order_parts(self) -> None:
+        """After that."""
+        assert self._link is not None
+        assert self._run is not None
+        self.attach(self._link, self._run)
+        chosen = self._place.chosen
+        fetched, read = parts_to_get(chosen, self._ranks, self._files_of(chosen))
+        if chosen is not None and chosen.snapshot is not None:
+            snapshot = plain(chosen)
+            for kind, argument in (("fetch", fetched), ("read", read)):
+                if argument:
+                    self._order(kind, snapshot, argument, self._say_what_came)
+
+    def _files_of(self, chosen: Chosen | None) -> set[int]:
+        files = self._on_disk.get(plain(chosen), []) if chosen is not None and chosen.snapshot is not None else []
+        return {each.part.rank for each in files}
+
+    def _say_what_came(self, problems: list[str]) -> None:
+        for problem in problems:
+            logger.warning("a part of the snapshot to load cannot be had: %s", problem)
+
+    def _order(
+        self, kind: str, snapshot: Snapshot, argument: object, then: Callable[[list[str]], None] | None = None
+    ) -> int:
+        assert self._link is not None
+        number = next(self._numbers)
+        if then is not None:
+            self._awaited[number] = then
+        self._link.order_of_snapshots("transfer", number, kind, snapshot, argument)
+        return number
+
+    # Agreed steps.
+
+    def hear(self, report: Message) -> None:
+        """What the spawner reports about snapshots."""
+        match report:
+            case ("transferred", number, kind, snapshot, problems):
+                if kind == "write" and not problems:
+                    self._written.add(snapshot)
+                if number in self._awaited:
+                    self._awaited.pop(number)(problems)
+
+    # The end of the run.
+
+    def begin_last_files(self) -> None:
+        """Have the newest common steps of this node written, unless they are already. May be called again."""
+        if self._link is None or not self._directory:
+            return
+        common = [snapshot for snapshot, ranges in self._link.held if self._is_common(snapshot, ranges)]
+        for snapshot in common[:_AT_THE_END]:
+            if snapshot not in self._written:
+                self._written.add(snapshot)
+                self._order("write", snapshot, (self._directory, True), self._last_file_ended(snapshot))
+
+    def _is_common(self, snapshot: Snapshot, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Whether all local ranks have saved it in this run."""
+        held = {rank for first, count in ranges for rank in range(first, first + count)}
+        return any(snapshot[:2]) and (snapshot[4] or held.issuperset(self._ranks))
+
+    def _last_file_ended(self, snapshot: Snapshot) -> Callable[[list[str]], None]:
+        def end(problems: list[str]) -> None:
+            if problems:
+                logger.warning("step %d cannot be written to %s: %s", snapshot[2], self._directory, problems[0])
+            else:
+                logger.info("step %d of this node was written to %s", snapshot[2], self._directory)
+
+        return end
+
+    def await_last_files(self, until: float) -> None:
+        """Blocks until then at most. What is not written by then does not count, and older files stay."""
+        link = self._link
+        with contextlib.suppress(SignalException):  # Another signal: the user does not want to wait.
+            while link is not None and self._awaited and not link.is_gone and (left_s := until - time.monotonic()) > 0:
+                link.wait(left_s, new_signals_only=True)
+                link.reports()
+        if self._awaited:
+            what = plural(len(self._awaited), "snapshot")
+            logger.warning("%s could not be written to %s within the grace period", what, self._directory)
+            self._awaited = {}
+
+    # For people.
+
+    def export(self, snapshot: Snapshot, directory: str, then: Callable[[list[str]], None]) -> None:
+        self._order("write", snapshot, (directory, False), then)
+
+    def told(self) -> list[HeldParts]:
+        """What is in the directory, as of the last look. Any thread may ask."""
+        return [parts_on_disk(snapshot, files, time.time()) for snapshot, files in [*self._on_disk.items()]]
+
+
+def plain(chosen: Chosen) -> Snapshot:
+    """The chosen snapshot as the spawner knows it."""
+    assert chosen.snapshot is not None
+    term, round, step, world_size, is_replicated = fields_of(chosen.snapshot).values()
+    return term, round, step, world_size, is_replicated
+
+
+def parts_to_get(
+    chosen: Chosen | None, ranks: Sequence[int], files: Collection[int]
+) -> tuple[list[tuple[int, str, int]], list[int]]:
+    """The parts that this node lacks in memory: rank, address and port of those that other nodes have, and the ranks
+    that are in the directory. `files` are the ranks of the chosen snapshot there."""
+    if chosen is None or chosen.snapshot is None:
+        return [], []
+    fetched = [
+        (rank, source.address, source.port)
+        for source in chosen.sources
+        for rank in range(source.ranks[0], sum(source.ranks))
+    ]
+    if chosen.snapshot.is_replicated:
+        wanted = set() if fetched else {*sorted(files)[:1]}
+    elif chosen.needs_reshard:
+        wanted = {*range(chosen.snapshot.world_size)}
+    else:
+        wanted = {*ranks}
+    is_of_disk = (chosen.snapshot.term, chosen.snapshot.round) == (0, 0)
+    return fetched, sorted((wanted & {*files}) - {rank for rank, _, _ in fetched}) if is_of_disk else []
+
+
+def parts_in_memory(parts: Sequence[tuple[Snapshot, int, int, bool, float]], now: float) -> list[HeldParts]:
+    """`parts` are those of `SpawnerLink.parts`."""
+    made = []
+    for key in dict.fromkeys((snapshot, is_own) for snapshot, _, _, is_own, _ in parts):
+        chosen = [(rank, size, at) for snapshot, rank, size, is_own, at in parts if (snapshot, is_own) == key]
+        ranks = tuple(ranges_of(rank for rank, _, _ in chosen))
+        known = (sum(size for _, size, _ in chosen), round(max(0.0, now - max(at for _, _, at in chosen)), 3))
+        made.append(HeldParts(*key[0], ranks, *known, "memory" if key[1] else "copy"))
+    return made
+
+
+def parts_on_disk(snapshot: Snapshot, files: Sequence[disk.Found], now: float) -> HeldParts:
+    """`now` is the wall clock."""
+    age_s = max(0.0, now - max(each.written_at for each in files))
+    ranks, size = tuple(ranges_of(each.part.rank for each in files)), sum(each.part.bytes for each in files)
+    return HeldParts(*snapshot, ranks, size, round(age_s, 3), "disk")
