@@ -53,6 +53,7 @@ for _kind in (
     stragglers.Rate,
     status.WorkerStatus,
     status.Output,
+    status.SnapshotStatus,
     status.AgentStatus,
     status.NodeStatus,
     status.Refusal,
