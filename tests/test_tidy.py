@@ -87,8 +87,8 @@ _PURE = {
     "rendezvous/client": "reachability",
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
-    "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
-    "restart_policy round run run_status snapshot_records snapshots",
+    "rendezvous/membership": "agreed_steps finished formation frames keys losses model node node_lease nodes phases "
+    "protocol restart_policy round run run_status snapshot_records snapshots",
     "snapshots": "frames layout messages slots",
     "telemetry": "history redaction status stragglers",
 }

@@ -226,6 +226,8 @@ class Coordinator:
             self._seal(message)
         if isinstance(message, model.Stop) and self.counts:
             self.checks.stop_ordered(message)
+        if isinstance(message, model.Agreed | model.Complete) and self.counts:
+            self.checks.snapshot_ordered(message)
         for conn in conns:
             if conn in self._links:
                 self._send(self._links[conn], message)

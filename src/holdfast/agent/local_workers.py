@@ -42,7 +42,7 @@ from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers.group import GroupSpec, PContext, host_name, is_curable, new_group
-from holdfast.rendezvous.membership.model import Place
+from holdfast.rendezvous.membership.model import Place, SnapshotOrder
 from holdfast.rendezvous.membership.restart_policy import Advance
 from holdfast.telemetry.metrics import put_call, put_metric
 
@@ -398,6 +398,9 @@ class LocalWorkers(Workers):
         for pid, words, stack in picture.blamed(reason):
             context.blame(pid, note=note, hang=words, stack=stack, is_waiting=not picture.is_cause_here)
         return self._failed_result(context.failures())
+
+    def snapshot_order(self, order: SnapshotOrder) -> None:
+        self.snapshots.transfers.obey(order)
 
     # Stopping.
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from holdfast import escape
 from holdfast.errors import UserError
-from holdfast.frozen import fields_of
+from holdfast.frozen import changed, fields_of
 from holdfast.log import Logger
-from holdfast.rendezvous.membership.model import Chosen, Place
+from holdfast.rendezvous.membership.model import Agreed, Chosen, Complete, KeepFrom, Place, SavedSteps, SnapshotOrder
 from holdfast.signals import SignalException
 from holdfast.snapshots import disk
 from holdfast.snapshots.slots import Snapshot, ranges_of
@@ -44,6 +44,11 @@ class SnapshotTransfers:
         self._run: Coordination | None = None
         self._place = Place(0, 0, 0, 1)
         self._ranks: Sequence[int] = ()
+        self._steps = SavedSteps()
+        self._kept: Snapshot | None = None  # In this round, because the run has asked for it.
+        self._agreed: Snapshot | None = None  # The last one that all nodes keep, and the last that all have stored.
+        self._complete: tuple[int, int, int] | None = None
+        self._storing: dict[int, str] = {}  # Orders for the agreed step, and what each is.
         self._awaited: dict[int, Callable[[list[str]], None]] = {}  # Other orders.
         self._on_disk: dict[Snapshot, list[disk.Found]] = {}
         self._inherited: tuple[int, ...] | None = None  # The steps that were there before this run.
@@ -86,6 +91,7 @@ class SnapshotTransfers:
         """Before the spawner hears of the round. Returns the ranks whose parts are about to come."""
         self._link, self._run = link, run
         self._place, self._ranks = place, ranks
+        self._steps, self._kept, self._storing = SavedSteps(complete=self._complete), None, {}
         fetched, read = parts_to_get(place.chosen, ranks, self._files_of(place.chosen))
         return [*(rank for rank, _, _ in fetched), *read]
 
@@ -132,14 +138,72 @@ class SnapshotTransfers:
 
     # Agreed steps.
 
+    def obey(self, order: SnapshotOrder) -> None:
+        """An order may come again after a connection was lost."""
+        if self._link is None:
+            return
+        match order:
+            case KeepFrom(_, step):
+                if self._kept is None or self._kept[2] < step:
+                    self._kept = None
+                    self._link.order_of_snapshots("keep", step, self._retained())
+            case Agreed(_, step, to_disk):
+                self._store(step, to_disk)
+            case Complete(_, saved):
+                if self._complete is None or saved > self._complete:
+                    self._complete = saved
+                    self._link.order_of_snapshots("complete", saved[2], self._retained())
+                    self._tell(changed(self._steps, complete=saved))
+
+    def _retained(self) -> list[tuple[int, int, int]]:
+        """What must not go: the last complete step, and newer ones that were agreed or are kept."""
+        oldest = self._complete or (0, 0, 0)
+        known = [each[:3] for each in (self._agreed, self._kept) if each is not None]
+        return [oldest, *(each for each in known if each > oldest)]
+
+    def _store(self, step: int, to_disk: bool) -> None:
+        if self._agreed is not None and self._agreed == self._kept:
+            return
+        if self._kept is None or self._kept[2] != step or self._link is None:
+            self._tell(changed(self._steps, failed=step))
+            return
+        self._agreed, self._storing = self._kept, {}
+        self._link.order_of_snapshots("retain", self._retained())
+        if self._place.copy_to:
+            self._storing[self._order("send", self._kept, self._place.copy_to)] = "copied to another node"
+        if to_disk and self._directory:
+            self._storing[self._order("write", self._kept, (self._directory, False))] = "written"
+        if not self._storing:
+            self._tell(changed(self._steps, stored=step))
+
+    def _tell(self, steps: SavedSteps) -> None:
+        if steps != self._steps and self._run is not None and self._place.agrees_on_steps:
+            self._steps = steps
+            self._run.report_steps(self._place.round, steps)
+
     def hear(self, report: Message) -> None:
         """What the spawner reports about snapshots."""
         match report:
+            case ("held", _, step, _):
+                self._tell(changed(self._steps, newest=step))
+            case ("kept", snapshot) if snapshot[:2] == (self._place.term, self._place.round):
+                self._kept = snapshot
+                self._tell(changed(self._steps, kept=snapshot[2]))
             case ("transferred", number, kind, snapshot, problems):
                 if kind == "write" and not problems:
                     self._written.add(snapshot)
                 if number in self._awaited:
                     self._awaited.pop(number)(problems)
+                elif number in self._storing:
+                    self._end_store(self._storing.pop(number), snapshot, problems)
+
+    def _end_store(self, what: str, snapshot: Snapshot, problems: list[str]) -> None:
+        if problems:
+            self._storing = {}
+            logger.warning("step %d cannot be %s: %s", snapshot[2], what, problems[0])
+            self._tell(changed(self._steps, failed=snapshot[2]))
+        elif not self._storing:
+            self._tell(changed(self._steps, stored=snapshot[2]))
 
     # The end of the run.
 

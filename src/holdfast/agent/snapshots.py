@@ -75,7 +75,7 @@ class NodeSnapshots:
         self.transfers.order_parts()
 
     def _can_move(self, place: Place, run: Coordination) -> bool:
-        return bool(self._directory or self._made or run.snapshot_port)
+        return bool(self._directory or self._made or run.snapshot_port or place.agrees_on_steps)
 
     @property
     def transfers(self) -> SnapshotTransfers:

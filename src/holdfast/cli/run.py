@@ -213,6 +213,8 @@ def rendezvous_settings(args: RunArguments) -> dict[str, Any]:
         "admit": args.admit,
         "admit_delay": args.admit_delay,
         "agent_store": args.agent_store,
+        "snapshot_copies": args.snapshot_copies,
+        "snapshot_every": args.snapshot_every,
         "on_isolation": args.on_isolation,
         "token_file": args.token_file,
         "require_token": args.require_token or None,

@@ -246,6 +246,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(protocol.Succeeded(round))
 
+    def report_steps(self, round: int, steps: model.SavedSteps) -> None:
+        self._post(protocol.SnapshotReport(round, steps))
+
     def leaving(self) -> None:
         """The others stop their workers with SIGTERM because of it. If they are sent the same signal as this node, they
         hear of it later, so that their workers get that signal."""

@@ -231,6 +231,10 @@ class RunArguments:
     agent_store = optional("--agent-store WHEN", NODES, str, choices=("auto", "on", "off"), in_full=True, help=
         "Whether holdfast serves the store at MASTER_PORT where torch's ranks meet, so that it outlives rank 0 and is "
         "fresh in every round: auto, unless the program turns out to listen there itself; on; off (auto if left out).")
+    snapshot_copies = optional("--snapshot-copies COUNT", NODES, count, in_full=True, help=
+        "To how many other nodes each node copies its snapshots, so that they outlive the node (0 if left out).")
+    snapshot_every = optional("--snapshot-every TIME", NODES, duration_s, in_full=True, help=
+        "How often a snapshot of all ranks is written to disk while the workers run (never if left out).")
     on_isolation = optional("--on-isolation WHAT", NODES, str, choices=("stop", "continue"), help=
         "What a node that cannot reach the coordinator does: stop, its workers are killed before its place is given "
         "away; continue, they run on, at the risk that two worlds run at once (stop if left out).")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from holdfast.process.spawner.transfers import Transfers
     from holdfast.process.spawner.wire import Message
-    from holdfast.snapshots.slots import Action, Snapshot
+    from holdfast.snapshots.slots import Action
 
 _REQUESTS_A_TURN = 32
 # News about commits may wait for so long, so that the agent is not woken for each.
@@ -46,12 +46,13 @@ class Snapshots:
     """Of all rounds of this spawner. `settle` is for the transfer process (`transfers`). The agent orders:
 
     begin(bytes, term, round, world size, ...)       a new round
-    keep(step)                                       say `kept` when there is a common snapshot from that step on. What
-                                                     was kept before can go, unless it is complete
+    keep(step, retained)                             say `kept` when there is a common snapshot from that step on. What
+                                                     was kept or copied before can go, but for the retained
+    retain(retained)                                 the same without a step
+    complete(step, retained)                         the same; all nodes have stored that step
     peers(key, bandwidth, directory, steps)          slots can be moved from now on; with the socket at which other
                                                      nodes ask for some, if they may
     transfer(number, kind, snapshot, ...)            move slots
-    complete(snapshot)                               what was kept before that one can go
 
     `tell` sends a report to the agent:
 
@@ -66,7 +67,6 @@ class Snapshots:
     ) -> None:
         self._poller, self._tell, self._settle = poller, tell, settle
         self._transfers: Transfers | None = None
-        self._complete: Snapshot | None = None  # The last that all nodes have stored.
         self.ledger = Ledger(0)
         self._files: dict[int, int] = {}
         self._lines: dict[int, _Line] = {}  # By descriptor.
@@ -78,9 +78,11 @@ class Snapshots:
         match order:
             case ["begin", limit, *round]:
                 self.begin(limit, *round)
-            case ["keep", step]:
-                self._let_go()
+            case ["keep", step, retained]:
+                self._retain(retained)
                 self.act(self.ledger.keep_from(step))
+            case ["retain", retained]:
+                self._retain(retained)
             case ["peers", *settings]:
                 from holdfast.process.spawner.transfers import Transfers
 
@@ -88,19 +90,18 @@ class Snapshots:
                 self._transfers = self._transfers or Transfers(tuple(settings), *known)
             case ["transfer", *transfer] if self._transfers is not None:
                 self._transfers.order(*transfer)
-            case ["complete", snapshot]:
-                self._complete = snapshot
-                self._let_go()
+            case ["complete", step, retained]:
+                self._retain(retained)
                 if self._transfers is not None:
-                    self._transfers.complete(snapshot)
+                    self._transfers.complete(step)
             case _:
                 raise ValueError(f"the spawner does not know the order {order[0]!r}")
 
-    def _let_go(self) -> None:
-        """Of what was kept, and copied to this node, only the last complete snapshot stays."""
+    def _retain(self, orders: list[tuple[int, int, int]]) -> None:
+        """Of what was kept, and copied to this node, let all go but these: term, round and step."""
         slots = self.ledger.slots.values()
         for snapshot in {slot.snapshot for slot in slots if slot.snapshot is not None and slot.pins & {KEPT, COPY}}:
-            if snapshot != self._complete:
+            if snapshot[:3] not in orders:
                 self.act([*self.ledger.unpin(snapshot, KEPT), *self.ledger.unpin(snapshot, COPY)])
 
     @property

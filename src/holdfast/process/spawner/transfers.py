@@ -198,10 +198,10 @@ class Transfers:
             for words in [(argument[0], self._settings[3], rank in others)] if is_write else argument:
                 yield rank, (*known, *words), slots[rank].number
 
-    def complete(self, snapshot: Snapshot) -> None:
+    def complete(self, step: int) -> None:
         """All nodes have stored it."""
         if self._settings[2] and self._channel is not None:
-            self._send(("complete", self._settings[2], snapshot[2]), ())
+            self._send(("complete", self._settings[2], step), ())
 
     def _send(self, message: Message, fds: tuple[int, ...]) -> None:
         assert self._channel is not None
