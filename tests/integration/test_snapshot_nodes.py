@@ -236,6 +236,7 @@ def test_the_next_run_goes_on_where_this_one_ended(run: Training, end: str) -> N
 )
 def test_steps_are_written_meanwhile(run: Training) -> None:
     options = ("--nproc-per-node", "2", "--snapshot-dir", str(run.disk), "--snapshot-every", "0.5s")
+    run.disk.mkdir()
     node = run.train_alone(*options, last=2000)
     run._await(lambda: len(run.listed("--dir", str(run.disk))) >= 2, "two steps on disk")
     node.send(signal.SIGKILL)

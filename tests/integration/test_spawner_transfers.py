@@ -119,8 +119,7 @@ def test_copies_count_and_stay_until_a_newer_step_is_complete(nodes: list[Node])
     one.order(7, "send", one.newest, [("127.0.0.1", other.port)])
     assert one.await_report("transferred", 7) == ("transferred", 7, "send", one.newest, [])
     support.wait_until(lambda: other.link.reports() or other.steps() == [(5, [(0, 2)])], "the copy", 30)
-    parts = [report[1] for report in other.reports if report[0] == "parts"][-1]
-    assert {(rank, is_own) for _, rank, _, is_own in parts} == {(0, False), (1, True)}
+    assert {(rank, is_own) for _, rank, _, is_own, _ in other.link.parts} == {(0, False), (1, True)}
     # The node of rank 0 is gone: its part is loaded from the copy.
     assert other.run("print(snapshots.load()['value'][:2])", 1, first=0, world=2) == [["('of', 0)"]]
     older = other.newest

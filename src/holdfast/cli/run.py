@@ -124,6 +124,8 @@ def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
 
 def check_values(args: RunArguments) -> None:
     """What can be checked only on this host."""
+    if args.snapshot_every and not args.snapshot_dir:
+        raise UserError("--snapshot-every needs a directory for the files: --snapshot-dir DIR")
     if args.event_log_handler != "null":
         from holdfast.telemetry import events
 
