@@ -154,7 +154,7 @@ def samples(body: str) -> list[tuple[str, list[str]]]:
 
 
 def on_screen(job: Job) -> str:
-    terminal = Terminal(job.home, job.env, width=80, height=14)
+    terminal = Terminal(job.home, job.env, width=80, height=17)
     try:
         terminal.type(f"{COMMAND} top {job.name}")
         terminal.await_text(r"^Behind the median of 4 ranks")

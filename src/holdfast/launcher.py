@@ -96,7 +96,6 @@ class LaunchConfig:
     snapshot_memory: int | None = None
     snapshot_dir: str = ""
     snapshot_bandwidth: int = 0
-    wait_for_gpu_memory_s: float | None = None
     refusal: str = ""
 
     def __post_init__(self) -> None:
@@ -207,10 +206,6 @@ def _make_specs(
 
         events.check_destination(config.event_log_handler)
     os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
-    if config.wait_for_gpu_memory_s:
-        from holdfast.process.workers import device_memory
-
-        device_memory.open_nvml()  # Refused here if it cannot work.
     preload = _modules_to_preload(config, entrypoint, args) if config.preload else ()
     spec = WorkerSpec(
         role=config.role,
@@ -251,7 +246,6 @@ def _make_specs(
         snapshot_memory=config.snapshot_memory,
         snapshot_dir=config.snapshot_dir,
         snapshot_bandwidth=config.snapshot_bandwidth,
-        wait_for_gpu_memory_s=config.wait_for_gpu_memory_s,
     )
     return spec, group
 

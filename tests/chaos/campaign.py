@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from holdfast.testing.etcd_server import find_etcd_binary
 
 from holdfast.rendezvous.membership import keys
-from holdfast.testing.etcd_server import find_etcd_binary
 from tests import support
 from tests.chaos import job
 from tests.network import HERE, Network

@@ -38,7 +38,7 @@ WORKER = """
     while True:
         time.sleep(0.1)  # Not pause(): a signal just before it would not end it.
 """
-FOREVER = "import time; time.sleep(3600)"
+FOREVER = "import signal; signal.pause()"
 STUBBORN, OBEDIENT = "stubborn", "obedient"
 ENDINGS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
 

@@ -130,7 +130,9 @@ def test_a_taken_port_is_one_warning_and_a_free_one_is_told(caplog: pytest.LogCa
     caplog.set_level(logging.INFO, "holdfast")
     with serving() as first, serving(port=first.port) as second:
         assert (second.port, second.listening_port) == (first.port, None)
-        assert caplog.messages == [f"health check on port {first.port}", f"no health check: port {first.port} is taken"]
+        served, refused = caplog.messages
+        assert str(first.port) in served
+        assert refused.endswith(f"port {first.port} is taken")
 
 
 def test_the_port_is_released_and_may_be_used_again(no_descriptor_leak: None) -> None:
@@ -331,4 +333,5 @@ def test_a_server_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> N
     server = Broken()
     with health.served(server), health.served(server):
         caplog.clear()
-    assert caplog.messages == ["the health check server failed to stop: OSError: no, again"]
+    [warning] = caplog.messages
+    assert "OSError: no, again" in warning

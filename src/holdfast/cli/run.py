@@ -386,7 +386,6 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         snapshot_memory=args.snapshot_memory,
         snapshot_dir=args.snapshot_dir,
         snapshot_bandwidth=args.snapshot_bandwidth,
-        wait_for_gpu_memory_s=args.wait_for_gpu_memory,
     )
 
 

@@ -300,9 +300,6 @@ class RunArguments:
     grace_period = second_name(shutdown_timeout, "--grace-period TIME", duration_s, is_common=True, help=
         "How long workers may take to exit after the first signal before they are killed; another name for "
         "--shutdown-timeout.")
-    wait_for_gpu_memory = optional("--wait-for-gpu-memory TIME", FAILURES, duration_s, in_full=True, help=
-        "Before a restart, wait up to TIME until the memory of the GPUs that the stopped workers used is free. Needs "
-        "the package nvidia-ml-py.")
     clean_shm = flag("--clean-shm", FAILURES, in_full=True, help=
         "When the workers of a round are stopped, remove the files in /dev/shm that they had made, that belong to "
         "this user, and that no process uses any more. A worker that is killed leaves such files behind.")

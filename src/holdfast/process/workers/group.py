@@ -75,7 +75,7 @@ class GroupSpec:
     that is known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
     `snapshot_memory` is how many bytes the snapshots of this node may have: 0 means that there are none, None a
     quarter of its memory. `snapshot_dir` is where they are written, if they are. `snapshot_bandwidth` is how many bytes
-    a second may be sent to other nodes; 0 means no limit. `wait_for_gpu_memory_s`: see `device_memory`.
+    a second may be sent to other nodes; 0 means no limit.
     """
 
     role: str
@@ -94,7 +94,6 @@ class GroupSpec:
     snapshot_memory: int | None = None
     snapshot_dir: str = ""
     snapshot_bandwidth: int = 0
-    wait_for_gpu_memory_s: float | None = None
 
 
 class PContext(abc.ABC):

@@ -43,8 +43,8 @@ function connect() {
     drawFoot();
     followLog();
   });
-  on("picture", (data) => timed("picture", () => take(data)));
-  on("change", (data) => timed("update", () => take(data)));
+  on("picture", take);
+  on("change", take);
   on("log", takeLog);
   on("beat", () => {});
   on("bye", (data) => leave(data.text));
@@ -99,14 +99,6 @@ document.addEventListener("visibilitychange", () => {
     hiddenTimer = setTimeout(() => source && source.close(), HIDDEN_FOR_MS);
   } else if (!source || source.readyState === EventSource.CLOSED) connect();
 });
-
-function timed(name, act) {
-  const start = performance.now();
-  act();
-  const kind = `holdfast ${name}`;
-  performance.measure(kind, { start, end: performance.now() });
-  if (performance.getEntriesByName(kind).length > 200) performance.clearMeasures(kind);
-}
 
 // The picture.
 
