@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 from holdfast.failures import oom
 from holdfast.frozen import fields_of
 from holdfast.rendezvous.membership.model import Held, Place, SnapshotId
-from holdfast.snapshots.messages import VARIABLE
-from holdfast.telemetry.status import SnapshotStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from holdfast.agent.model import Worker
     from holdfast.process.spawner.client import SpawnerLink
+    from holdfast.telemetry.status import SnapshotStatus
 
 _SHARE = 4  # A quarter of the memory, unless the user says otherwise.
 
@@ -47,6 +46,8 @@ class NodeSnapshots:
         if self._limit_bytes == 0:
             return
         if link is None:
+            from holdfast.snapshots.messages import VARIABLE
+
             for env in envs.values():
                 env[VARIABLE] = "the start method is fork"
             return
@@ -71,6 +72,8 @@ class NodeSnapshots:
         link = self._link
         if link is None or not link.snapshot_bytes:
             return None
+        from holdfast.telemetry.status import SnapshotStatus
+
         age_s = None if link.common_step is None else round(max(0.0, time.monotonic() - link.common_at), 3)
         return SnapshotStatus(link.common_step, age_s, link.snapshot_bytes, self._limit_bytes or 0, self.steps_lost)
 
