@@ -155,7 +155,8 @@ class LocalWorkers(Workers):
         group = self._group
         args = {each.local_rank: tuple(macros.substitute(group.spec.args, each.local_rank)) for each in group.workers}
         self._stop_watching()
-        reached = self.progress.slowest() if self.progress is not None else None
+        calls = self.progress.calls() if self.progress is not None else {}
+        reached = min((step for _, step in calls.values() if step is not None), default=None)
         self._forget_progress()
         envs = worker_environments(
             group,
@@ -173,7 +174,7 @@ class LocalWorkers(Workers):
         template = self._spec.log_line_prefix_template
         prefixes = log_line_prefixes(template, group.spec.role, group.workers, host_name())
         link, lease = self._spawner(), self._lease()
-        self.snapshots.begin(link, self._place, group.workers, envs, reached[0] if reached is not None else None)
+        self.snapshots.begin(link, self._place, group.workers, envs, reached)
         self._began_at = time.time()
         if self._spec.clean_shm:
             from holdfast.process.workers import shared_memory

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from holdfast.failures import oom
 from holdfast.frozen import fields_of
 from holdfast.rendezvous.membership.model import Held, Place, SnapshotId
-from holdfast.snapshots.messages import VARIABLE
-from holdfast.telemetry.status import SnapshotList, SnapshotStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
     from holdfast.process.spawner.client import SpawnerLink
     from holdfast.rendezvous.coordination import Coordination
     from holdfast.snapshots.slots import Snapshot
+    from holdfast.telemetry.status import SnapshotList, SnapshotStatus
 
 _SHARE = 4  # A quarter of the memory, unless the user says otherwise.
 
@@ -54,6 +53,8 @@ class NodeSnapshots:
         if self._limit_bytes == 0:
             return
         if link is None:
+            from holdfast.snapshots.messages import VARIABLE
+
             for env in envs.values():
                 env[VARIABLE] = "the start method is fork"
             return
@@ -119,6 +120,7 @@ class NodeSnapshots:
     def told(self) -> SnapshotList:
         """All that this node has. Any thread may ask."""
         from holdfast.agent.snapshot_transfers import parts_in_memory
+        from holdfast.telemetry.status import SnapshotList
 
         found = parts_in_memory([*self._link.parts], time.monotonic()) if self._link is not None else []
         on_disk = self._made.told() if self._made is not None else []
@@ -130,6 +132,8 @@ class NodeSnapshots:
         link = self._link
         if link is None or not link.snapshot_bytes:
             return None
+        from holdfast.telemetry.status import SnapshotStatus
+
         age_s = None if link.common_step is None else round(max(0.0, time.monotonic() - link.common_at), 3)
         return SnapshotStatus(link.common_step, age_s, link.snapshot_bytes, self._limit_bytes or 0, self.steps_lost)
 

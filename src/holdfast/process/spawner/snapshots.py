@@ -17,7 +17,6 @@ import time
 
 from holdfast.snapshots import messages
 from holdfast.snapshots.messages import HEAD, packed
-from holdfast.snapshots.slots import COPY, KEPT, Ledger
 
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
     from holdfast.process.spawner.transfers import Transfers
     from holdfast.process.spawner.wire import Message
-    from holdfast.snapshots.slots import Action
+    from holdfast.snapshots.slots import Action, Ledger
 
 _REQUESTS_A_TURN = 32
 # News about commits may wait for so long, so that the agent is not woken for each.
@@ -67,7 +66,9 @@ class Snapshots:
     ) -> None:
         self._poller, self._tell, self._settle = poller, tell, settle
         self._transfers: Transfers | None = None
-        self.ledger = Ledger(0)
+        self._ledger: Ledger | None = None
+        self._round: tuple[Any, ...] = ()
+        self._limit = 0
         self._files: dict[int, int] = {}
         self._lines: dict[int, _Line] = {}  # By descriptor.
         self._failures: dict[int, str] = {}
@@ -99,6 +100,8 @@ class Snapshots:
 
     def _retain(self, orders: list[tuple[int, int, int]]) -> None:
         """Of what was kept, and copied to this node, let all go but these: term, round and step."""
+        from holdfast.snapshots.slots import COPY, KEPT
+
         slots = self.ledger.slots.values()
         for snapshot in {slot.snapshot for slot in slots if slot.snapshot is not None and slot.pins & {KEPT, COPY}}:
             if snapshot[:3] not in orders:
@@ -108,13 +111,25 @@ class Snapshots:
     def transfer_pid(self) -> int:
         return self._transfers.pid if self._transfers is not None else 0
 
-    def begin(self, limit: int, *round: object) -> None:
+    def begin(self, limit: int, *round: Any) -> None:
         """A new round: the last one's workers are gone. `round` are the arguments of `Ledger.begin`."""
         for line in [*self._lines.values()]:
             self._close(line)
-        self.ledger.limit = limit
-        self.act(self.ledger.begin(*round))  # type: ignore[arg-type]  # As the agent of this version sent them.
-        self._has_news = bool(self._files)
+        self._limit, self._round = limit, round
+        if self._ledger is not None:
+            self._ledger.limit = limit
+            self.act(self._ledger.begin(*round))
+            self._has_news = True
+
+    @property
+    def ledger(self) -> Ledger:
+        """Made when it is first needed: most programs save nothing."""
+        if self._ledger is None:
+            from holdfast.snapshots.slots import Ledger
+
+            self._ledger = Ledger(self._limit)
+            self._ledger.begin(*self._round)
+        return self._ledger
 
     def add_descriptor(self, id_: int, fds: dict[str, int]) -> None:
         """The worker's end of a new socket, unless it has one from a first attempt to start it."""
@@ -122,7 +137,7 @@ class Snapshots:
             return
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        self._lines[ours.fileno()] = _Line(self.ledger.ranks[id_], ours)
+        self._lines[ours.fileno()] = _Line(self._round[3][id_], ours)
         self._poller.register(ours.fileno(), select.POLLIN)
         fds[messages.VARIABLE] = theirs.detach()
 
@@ -263,7 +278,8 @@ class Snapshots:
 
     def _close(self, line: _Line) -> None:
         if (fd := line.sock.fileno()) >= 0:
-            self.ledger.cancel(line.rank)
+            if self._ledger is not None:
+                self._ledger.cancel(line.rank)
             self._poller.unregister(fd)
             del self._lines[fd]
             line.sock.close()

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     class Slots(Protocol):
         """The node's slots, with their memory files."""
 
-        ledger: Ledger
-
+        @property
+        def ledger(self) -> Ledger: ...
         def act(self, actions: Iterable[Action]) -> None: ...
         def duplicate(self, slot: int) -> int: ...
 
