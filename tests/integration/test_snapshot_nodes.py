@@ -303,6 +303,35 @@ def test_a_half_written_step_is_passed_over(run: Training) -> None:
     assert "step-30/rank-1-of-2.safetensors is ignored" in node.log
 
 
+@promise(
+    "snapshots.disk-later-steps: Steps on disk that are later than the one that is loaded are set aside. If nothing can "
+    "be loaded, they stay."
+)
+def test_later_steps_are_set_aside_unless_nothing_is_loaded(run: Training) -> None:
+    run.pause_at(20)
+    options = ("--snapshot-dir", str(run.disk))
+    node = run.train_alone("--nproc-per-node", "2", *options)
+    run.await_step(20, 2)
+    node.send(signal.SIGTERM)
+    node.wait()
+    names = sorted(os.listdir(run.disk))
+    # Another number of workers: the state of two ranks is not that of one.
+    node = run.train_alone("--nproc-per-node", "1", *options, last=5, label="y")
+    assert node.wait() == 0
+    assert run.loaded(label="y") == {0: 0}
+    assert "has step 20, which is not loaded as it is" in node.log
+    assert sorted(os.listdir(run.disk)) == names
+    shutil.copytree(run.disk / "step-20", run.disk / "step-30")
+    for path in (run.disk / "step-30").iterdir():
+        path.write_bytes(path.read_bytes().replace(b'"holdfast.step":"20"', b'"holdfast.step":"30"'))
+    (run.disk / "step-30" / "rank-0-of-2.safetensors").unlink()
+    run.go_on()
+    node = run.train_alone("--nproc-per-node", "2", *options, label="z")
+    assert node.wait() == 0
+    assert run.loaded(label="z") == {0: 20, 1: 20}
+    assert f"goes on from step 20; a later one is now {run.disk}/step-30.set-aside" in node.log
+
+
 def test_snapshots_of_a_run_are_listed_and_exported(run: Training) -> None:
     run.pause_at(20)
     node = run.train_alone("--nproc-per-node", "2")

@@ -165,3 +165,12 @@ def test_a_slot_that_is_no_safetensors_is_an_error(tmp_path: Path) -> None:
             disk.write(str(tmp_path), Part((1, 2, 3, 1, False), 0, len(junk)), fd)
         os.close(fd)
     assert listed(tmp_path) == ([], [])
+
+
+def test_a_step_that_is_set_aside_counts_no_more_and_is_not_lost(tmp_path: Path) -> None:
+    for _ in range(2):
+        write(tmp_path, 5, 0)
+        assert disk.set_aside(str(tmp_path), 5).startswith(f"{tmp_path}/step-5.set-aside")
+    assert disk.set_aside(str(tmp_path), 5) == ""
+    assert listed(tmp_path) == ([], [])
+    assert len(os.listdir(tmp_path)) == 2

@@ -34,6 +34,9 @@ logger = Logger(__name__)
 _AT_THE_END = 2  # Nodes may be one step apart: what the others have is the newest step of this one, or the one before.
 
 
+_WRITTEN = "written"
+
+
 class SnapshotTransfers:
     """Of one agent. `directory` is that of --snapshot-dir, or empty; `bandwidth` a limit in bytes a second, or 0."""
 
@@ -49,41 +52,55 @@ class SnapshotTransfers:
         self._agreed: Snapshot | None = None  # The last one that all nodes keep, and the last that all have stored.
         self._complete: tuple[int, int, int] | None = None
         self._storing: dict[int, str] = {}  # Orders for the agreed step, and what each is.
-        self._awaited: dict[int, Callable[[list[str]], None]] = {}  # Other orders.
-        self._on_disk: dict[Snapshot, list[disk.Found]] = {}
-        self._inherited: tuple[int, ...] | None = None  # The steps that were there before this run.
-        self._named: set[str] = set()  # Lines about files that were ignored.
+        self._awaited: dict[int, Callable[[list[str]], None]] = {}  # Other orders,
+        self._last_files: set[int] = set()  # and those of them that write the last files.
         self._written: set[Snapshot] = set()
-        self.parts: list[
-            tuple[Snapshot, int, int, bool]
-        ] = []  # In memory: also rank, bytes, and whether it is our own.
-        self._seen_at: dict[Snapshot, float] = {}
+        self._on_disk: dict[Snapshot, list[disk.Found]] = {}
+        self._has_looked = False
+        self._lines: set[str] = set()  # About the directory.
 
     # The directory.
 
     def look_at_disk(self) -> dict[Snapshot, list[tuple[int, int]]]:
         """The snapshots in the directory, with ranges of ranks. It is made if it is not there at the first look."""
-        if not self._directory:
-            return {}
         self._on_disk = {}
         try:
-            if self._inherited is None:
+            if not self._has_looked:
                 os.makedirs(self._directory, exist_ok=True)
-            for each in disk.found_in(self._directory, self._name_once):
-                self._on_disk.setdefault(each.part.snapshot, []).append(each)
+            self._on_disk = self._found(self._say_once)
         except OSError as error:
             text = f"--snapshot-dir {self._directory}: {error.strerror}"
-            if self._inherited is None:
+            if not self._has_looked:
                 raise UserError(text) from None
             logger.warning("%s", text)
-        if self._inherited is None:
-            self._inherited = tuple(sorted({snapshot[2] for snapshot in self._on_disk}))
+        self._has_looked = True
         return {snapshot: ranges_of(each.part.rank for each in files) for snapshot, files in self._on_disk.items()}
 
-    def _name_once(self, line: str) -> None:
-        if line not in self._named:
-            self._named.add(line)
+    def _found(self, say: Callable[[str], None]) -> dict[Snapshot, list[disk.Found]]:
+        found: dict[Snapshot, list[disk.Found]] = {}
+        for each in disk.found_in(self._directory, say):
+            found.setdefault(each.part.snapshot, []).append(each)
+        return found
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._lines:
+            self._lines.add(line)
             logger.warning("%s", escape.one_line(line))
+
+    def _leave_later_steps(self, chosen: Chosen | None) -> None:
+        """The training goes on from the chosen step, so later ones in the directory are of a past that was left. They
+        are set aside: no run loads them, and they are not mixed with those of the same number that follow. If nothing
+        is loaded, perhaps by mistake, they stay as they are."""
+        steps = sorted({snapshot[2] for snapshot in self._on_disk})
+        if chosen is not None and chosen.snapshot is not None and not chosen.needs_reshard:
+            for step in steps:
+                if step > chosen.snapshot.step and (path := disk.set_aside(self._directory, step)):
+                    self._say_once(f"this run goes on from step {chosen.snapshot.step}; a later one is now {path}")
+        elif steps:
+            text = (
+                f"{self._directory} has step {steps[-1]}, which is not loaded as it is. Lower steps of this run count "
+            )
+            self._say_once(f"{text}less; give a training that begins anew another directory")
 
     # A round.
 
@@ -92,6 +109,7 @@ class SnapshotTransfers:
         self._link, self._run = link, run
         self._place, self._ranks = place, ranks
         self._steps, self._kept, self._storing = SavedSteps(complete=self._complete), None, {}
+        self._leave_later_steps(place.chosen)
         fetched, read = parts_to_get(place.chosen, ranks, self._files_of(place.chosen))
         return [*(rank for rank, _, _ in fetched), *read]
 
@@ -102,7 +120,7 @@ class SnapshotTransfers:
             return
         found = run.snapshot_listener()
         fds, key = ((found[0],), found[1]) if found is not None else ((), b"")
-        link.order_of_snapshots("peers", key, self._bandwidth, self._directory, self._inherited or (), fds=fds)
+        link.order_of_snapshots("peers", key, self._bandwidth, self._directory, fds=fds)
         link.has_peers, link.hear_of_snapshots = True, self.hear
 
     def order_parts(self) -> None:
@@ -172,7 +190,7 @@ class SnapshotTransfers:
         if self._place.copy_to:
             self._storing[self._order("send", self._kept, self._place.copy_to)] = "copied to another node"
         if to_disk and self._directory:
-            self._storing[self._order("write", self._kept, (self._directory, False))] = "written"
+            self._storing[self._order("write", self._kept, (self._directory, False))] = _WRITTEN
         if not self._storing:
             self._tell(changed(self._steps, stored=step))
 
@@ -189,15 +207,16 @@ class SnapshotTransfers:
             case ("kept", snapshot) if snapshot[:2] == (self._place.term, self._place.round):
                 self._kept = snapshot
                 self._tell(changed(self._steps, kept=snapshot[2]))
-            case ("transferred", number, kind, snapshot, problems):
-                if kind == "write" and not problems:
-                    self._written.add(snapshot)
+            case ("transferred", number, _, snapshot, problems):
+                self._last_files.discard(number)
                 if number in self._awaited:
                     self._awaited.pop(number)(problems)
                 elif number in self._storing:
                     self._end_store(self._storing.pop(number), snapshot, problems)
 
     def _end_store(self, what: str, snapshot: Snapshot, problems: list[str]) -> None:
+        if what == _WRITTEN and not problems:
+            self._written.add(snapshot)
         if problems:
             self._storing = {}
             logger.warning("step %d cannot be %s: %s", snapshot[2], what, problems[0])
@@ -215,7 +234,8 @@ class SnapshotTransfers:
         for snapshot in common[:_AT_THE_END]:
             if snapshot not in self._written:
                 self._written.add(snapshot)
-                self._order("write", snapshot, (self._directory, True), self._last_file_ended(snapshot))
+                then = self._last_file_ended(snapshot)
+                self._last_files.add(self._order("write", snapshot, (self._directory, True), then))
 
     def _is_common(self, snapshot: Snapshot, ranges: Sequence[tuple[int, int]]) -> bool:
         """Whether all local ranks have saved it in this run."""
@@ -233,15 +253,14 @@ class SnapshotTransfers:
 
     def await_last_files(self, until: float) -> None:
         """Blocks until then at most. What is not written by then does not count, and older files stay."""
-        link = self._link
+        link, files = self._link, self._last_files
         with contextlib.suppress(SignalException):  # Another signal: the user does not want to wait.
-            while link is not None and self._awaited and not link.is_gone and (left_s := until - time.monotonic()) > 0:
+            while link is not None and files and not link.is_gone and (left_s := until - time.monotonic()) > 0:
                 link.wait(left_s, new_signals_only=True)
                 link.reports()
-        if self._awaited:
-            what = plural(len(self._awaited), "snapshot")
+        if files:
+            what = plural(len(files), "snapshot")
             logger.warning("%s could not be written to %s within the grace period", what, self._directory)
-            self._awaited = {}
 
     # For people.
 
@@ -249,8 +268,13 @@ class SnapshotTransfers:
         self._order("write", snapshot, (directory, False), then)
 
     def told(self) -> list[HeldParts]:
-        """What is in the directory, as of the last look. Any thread may ask."""
-        return [parts_on_disk(snapshot, files, time.time()) for snapshot, files in [*self._on_disk.items()]]
+        """What is in the directory. Any thread may ask."""
+        if not self._directory:
+            return []
+        with contextlib.suppress(OSError):
+            found = self._found(lambda line: None)
+            return [parts_on_disk(snapshot, files, time.time()) for snapshot, files in found.items()]
+        return []
 
 
 def plain(chosen: Chosen) -> Snapshot:

@@ -225,7 +225,7 @@ def prune(directory: str) -> None:
         complete = sorted(step for step, path in steps.items() if is_complete(path))
         for step in steps if len(complete) >= _KEPT else ():
             if step < complete[-_KEPT]:
-                remove_step(directory, step)
+                _remove_step(directory, step)
 
 
 def is_complete(path: str) -> bool:
@@ -243,7 +243,21 @@ def is_complete(path: str) -> bool:
     return False
 
 
-def remove_step(directory: str, step: int) -> None:
+def set_aside(directory: str, step: int) -> str:
+    """Give the directory of a step another name, so that it counts no more. The name, or nothing if it has gone."""
+    path = f"{directory}/step-{step}.set-aside"
+    try:
+        os.rename(f"{directory}/step-{step}", path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            return ""
+        path += f"-{os.urandom(4).hex()}"
+        with suppress(OSError):
+            os.rename(f"{directory}/step-{step}", path)
+    return path
+
+
+def _remove_step(directory: str, step: int) -> None:
     """Our files of it; files of others stay."""
     path = f"{directory}/step-{step}"
     with suppress(OSError):

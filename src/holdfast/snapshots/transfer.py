@@ -5,10 +5,8 @@ connections; threads do what blocks. Orders of the spawner, each with a number:
 
     fetch(number, snapshot, rank, address, port)            from another node's transfer process
     send(number, snapshot, rank, bytes, address, port)      a copy to another node; with the slot
-    write(number, snapshot, rank, bytes, directory, stale, is_copy)
-                                                            with the slot; `stale` are steps of an earlier run: a later
-                                                            one of them is removed. A copy is written if there is no
-                                                            file of that part
+    write(number, snapshot, rank, bytes, directory, is_copy)
+                                                            with the slot; a copy is written if there is no such file
     read(number, snapshot, rank, directory)                 from disk into a slot
     complete(directory, step)                               all nodes have written that step
     given(question, bytes, why)                             the answer to `room` or `give`: with a slot, or why not
@@ -54,6 +52,7 @@ _ANSWER_LIMIT_S = 10.0  # Of the spawner.
 _LINES_AT_MOST = 20  # About peers that have proven nothing.
 _THREADS = {"fetch": 4, "send": 2, "write": 1, "read": 2}
 _NICENESS = 10
+_SHORTAGE_PAUSE_S = 0.1
 _REQUEST_BYTES = len(frames.request(frames.GET, Part((0, 0, 0, 1, False), 0)))
 
 Message = tuple[Any, ...]
@@ -235,9 +234,9 @@ class Transfer:
             case ("send", number, snapshot, rank, size, address, port):
                 part = Part(snapshot, rank, size)
                 self._order("send", number, lambda: self._send_copy(part, fds[0], (address, port)), fds)
-            case ("write", number, snapshot, rank, size, directory, stale, is_copy):
+            case ("write", number, snapshot, rank, size, directory, is_copy):
                 part = Part(snapshot, rank, size)
-                self._order("write", number, lambda: _write(directory, part, fds[0], stale, is_copy), fds)
+                self._order("write", number, lambda: _write(directory, part, fds[0], is_copy), fds)
             case ("read", number, snapshot, rank, directory):
                 self._order("read", number, lambda: self._read(number, Part(snapshot, rank), directory))
             case ("complete", directory, step):
@@ -267,7 +266,10 @@ class Transfer:
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, address = listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError:  # No descriptor is free. The peer waits.
+            time.sleep(_SHORTAGE_PAUSE_S)
             return
         with self._lock:
             self._connections += 1
@@ -435,13 +437,10 @@ def _work(lane: SimpleQueue[Callable[[], None]]) -> NoReturn:
         lane.get()()
 
 
-def _write(directory: str, part: Part, fd: int, stale: tuple[int, ...], is_copy: bool) -> None:
+def _write(directory: str, part: Part, fd: int, is_copy: bool) -> None:
     if is_copy and os.path.exists(disk.path_of(directory, part)):
         return
     disk.write(directory, part, fd)
-    for step in stale:
-        if step > part.snapshot[2]:
-            disk.remove_step(directory, step)
     disk.prune(directory)
 
 

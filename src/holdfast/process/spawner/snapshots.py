@@ -49,7 +49,7 @@ class Snapshots:
                                                      was kept or copied before can go, but for the retained
     retain(retained)                                 the same without a step
     complete(step, retained)                         the same; all nodes have stored that step
-    peers(key, bandwidth, directory, steps)          slots can be moved from now on; with the socket at which other
+    peers(key, bandwidth, directory)                 slots can be moved from now on; with the socket at which other
                                                      nodes ask for some, if they may
     transfer(number, kind, snapshot, ...)            move slots
 
@@ -84,11 +84,11 @@ class Snapshots:
                 self.act(self.ledger.keep_from(step))
             case ["retain", retained]:
                 self._retain(retained)
-            case ["peers", *settings]:
+            case ["peers", key, bandwidth, directory]:
                 from holdfast.process.spawner.transfers import Transfers
 
                 known = (fds[0] if fds else -1, self._poller, self._settle, self, self._tell)
-                self._transfers = self._transfers or Transfers(tuple(settings), *known)
+                self._transfers = self._transfers or Transfers((key, bandwidth, directory), *known)
             case ["transfer", *transfer] if self._transfers is not None:
                 self._transfers.order(*transfer)
             case ["complete", step, retained]:

@@ -56,12 +56,12 @@ class _Batch:
 
 
 class Transfers:
-    """`settings` are the key, the bandwidth, the directory, and the steps that were there before this run. `settle` is
-    called in the forked process with the descriptors to keep; `report` tells the agent."""
+    """`settings` are the key, the bandwidth and the directory. `settle` is called in the forked process with the
+    descriptors to keep; `report` tells the agent."""
 
     def __init__(
         self,
-        settings: tuple[bytes, int, str, tuple[int, ...]],
+        settings: tuple[bytes, int, str],
         listener_fd: int,
         poller: select.poll,
         settle: Callable[[list[int]], None],
@@ -132,8 +132,7 @@ class Transfers:
             self._settle([theirs.fileno(), self._listener_fd])
             from holdfast.snapshots import transfer
 
-            key, bandwidth, directory, _ = self._settings
-            transfer.serve(Channel(theirs), self._listener_fd, key, bandwidth, directory)
+            transfer.serve(Channel(theirs), self._listener_fd, *self._settings)
         except BaseException as error:
             sys.__excepthook__(type(error), error, error.__traceback__)
         os._exit(1)
@@ -195,7 +194,7 @@ class Transfers:
         own, others = sorted({*slots} & {*ledger.ranks}), sorted({*slots} - {*ledger.ranks})
         for rank in (own + others if is_write and argument[1] else own)[: 1 if snapshot[4] else None]:
             known = (rank, slots[rank].size)
-            for words in [(argument[0], self._settings[3], rank in others)] if is_write else argument:
+            for words in [(argument[0], rank in others)] if is_write else argument:
                 yield rank, (*known, *words), slots[rank].number
 
     def complete(self, step: int) -> None:
