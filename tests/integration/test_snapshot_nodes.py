@@ -304,8 +304,8 @@ def test_a_half_written_step_is_passed_over(run: Training) -> None:
 
 
 @promise(
-    "snapshots.disk-later-steps: Steps on disk that are later than the one that is loaded are set aside. If nothing can "
-    "be loaded, they stay."
+    "snapshots.disk-later-steps: Steps on disk that are later than the one that is loaded are set aside. If nothing "
+    "can be loaded, they stay."
 )
 def test_later_steps_are_set_aside_unless_nothing_is_loaded(run: Training) -> None:
     run.pause_at(20)
