@@ -94,7 +94,6 @@ class LaunchConfig:
     on_first_node: Callable[[str], None] | None = None
     clean_shm: bool = False
     snapshot_memory: int | None = None
-    wait_for_gpu_memory_s: float | None = None
     refusal: str = ""
 
     def __post_init__(self) -> None:
@@ -205,10 +204,6 @@ def _make_specs(
 
         events.check_destination(config.event_log_handler)
     os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
-    if config.wait_for_gpu_memory_s:
-        from holdfast.process.workers import device_memory
-
-        device_memory.open_nvml()  # Refused here if it cannot work.
     preload = _modules_to_preload(config, entrypoint, args) if config.preload else ()
     spec = WorkerSpec(
         role=config.role,
@@ -247,7 +242,6 @@ def _make_specs(
         preload_timeout_s=config.preload_timeout_s,
         clean_shm=config.clean_shm,
         snapshot_memory=config.snapshot_memory,
-        wait_for_gpu_memory_s=config.wait_for_gpu_memory_s,
     )
     return spec, group
 

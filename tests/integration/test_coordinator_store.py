@@ -89,6 +89,16 @@ def test_more_keys_and_values_than_fit_into_a_message(clients: list[Store]) -> N
         a.wait([*keys, "no", "never"], SHORT)
 
 
+@proves("coordinator.synchronize-get-barrier-10")
+def test_synchronize_two_hundred_ranks_with_much_data(clients: list[Store]) -> None:
+    """Over three connections; what one rank reads is more than fits into a message. Then all meet at a barrier."""
+    data = [bytes([rank]) * 6000 for rank in range(200)]
+    callers = [Caller(stores.synchronize, clients[rank % 3], data[rank], rank, 200, "much/") for rank in range(200)]
+    assert all(each.result() == data for each in callers)
+    for each in [Caller(stores.barrier, store, 3, "all") for store in clients]:
+        each.result()
+
+
 # Connections that break.
 
 
@@ -159,7 +169,7 @@ def test_a_store_that_was_lost_with_its_coordinator(tmp_path: Path) -> None:
             with pytest.raises(StoreLostError):
                 store.add("count", 1)
             with pytest.raises(StoreLostError):
-                stores.barrier(store, 2, "barrier", 0.1)
+                stores.barrier(store, 2, "barrier", 0.1, 0)
             after = form(handler)[0].found.store
             assert after.add("count", 1) == 1
             assert after.add("count", 1) == 2

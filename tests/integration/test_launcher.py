@@ -243,11 +243,11 @@ def test_workers_that_fail(backend: dict[str, Any], tmp_path: Path, files: Path,
 
 # Rank 1 raises, and takes its time to end; rank 0 notices that its peer is gone, and is faster.
 SLOW_END = """
-import atexit, os, sys, time
+import atexit, os, signal, sys, time
 
 def linger():
     os.close(os.open(sys.argv[1], os.O_WRONLY))
-    time.sleep(600)  # For ever, as far as this test goes: it must be stopped here, by a signal without a handler.
+    signal.pause()  # It must be stopped here, by a signal without a handler.
 
 if os.environ["RANK"] == "1":
     open(sys.argv[2], "a").write(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -436,7 +436,7 @@ def test_a_spawner_that_is_killed_while_workers_start_is_a_failure_of_the_round(
     hanging: str, preload: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While 16 programs are being executed; while a template imports. The restart that is left is used."""
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    (tmp_path / "slow.py").write_text("import signal\nsignal.pause()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     program, args = (sys.executable, ("-c", "pass")) if preload else (hanging, ())
     spec = WorkerSpec("r", 16, StandaloneRendezvous("x"), entrypoint=program, args=args, max_restarts=1)

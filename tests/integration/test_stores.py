@@ -3,6 +3,7 @@ types. And the functions that are built on these promises."""
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -14,7 +15,14 @@ from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.client.thread import Client
 from holdfast.rendezvous.endpoints import HeldPort
-from holdfast.rendezvous.store import InProcessStore, StoreTimeoutError, barrier
+from holdfast.rendezvous.store import (
+    InProcessStore,
+    StoreTimeoutError,
+    barrier,
+    get_all,
+    store_timeout,
+    synchronize,
+)
 from tests.coordinators import Caller, coordinator_thread, form, node
 from tests.promises import promise
 
@@ -185,22 +193,127 @@ def test_one_of_many_wins_a_compare_set(store: Any) -> None:
 
 
 @every_store
-def test_barrier_opens_for_all_at_once(store: Any) -> None:
+def test_store_timeout_restores_always(store: Any) -> None:
+    before = store.timeout
+    with store_timeout(store, 1.5):
+        assert store.timeout == timedelta(seconds=1.5)
+    assert store.timeout == before
+    with pytest.raises(KeyError), store_timeout(store, 1.5):
+        raise KeyError
+    assert store.timeout == before
+
+
+@every_store
+def test_zero_seconds_do_not_mean_for_ever(store: Any) -> None:
+    with store_timeout(store, 0), pytest.raises((StoreTimeoutError, RuntimeError)):
+        store.get("gone")
+    with pytest.raises(StoreTimeoutError):
+        barrier(store, 2, "b", barrier_timeout=0)
+
+
+@every_store
+def test_synchronize_gives_all_to_all(store: Any) -> None:
+    values = [b"", b"x" * 100_000, b"\x00" * 8, b"", b"y" * 70_000]
+
+    def member(rank: int) -> list[bytes]:
+        return synchronize(own_client(store), values[rank], rank, len(values), "p/", LONG_S)
+
+    assert at_once(member, len(values)) == [values] * len(values)
+    assert store.check(["p/0", "p//finished/last_member"])
+    assert not store.check(["p//all/0"]), "a piece that was only made for this is left"
+
+
+@every_store
+def test_rank_0_waits_until_all_have_read(store: Any) -> None:
+    store.multi_set(["p0", "p1", "p2"], ["a", "b", "c"])
+    with store_timeout(store, 0.05), pytest.raises((StoreTimeoutError, RuntimeError)):
+        get_all(store, 0, "p", 3)
+    assert get_all(store, 1, "p", 3) == [b"a", b"b", b"c"]
+    assert not store.check(["p/finished/last_member"])
+    assert get_all(store, 2, "p", 3) == [b"a", b"b", b"c"]
+    assert store.check(["p/finished/last_member"])
+
+
+@our_stores
+def test_synchronize_fails_when_a_rank_is_missing(store: Any) -> None:
+    with pytest.raises(StoreTimeoutError, match=r"0\.05 s waiting for '\S*p1'"):
+        synchronize(store, b"", 0, 2, "p", 0.05)
+    assert store.timeout == LONG
+
+
+@every_store
+@pytest.mark.parametrize("with_rank", [False, True])
+def test_barrier_opens_for_all_at_once(store: Any, with_rank: bool) -> None:
     arrived: list[int] = []
 
     def member(rank: int) -> int:
         arrived.append(rank)
-        barrier(own_client(store), 4, "b", LONG_S)
+        barrier(own_client(store), 4, "b", LONG_S, rank if with_rank else None)
         return len(arrived)
 
     assert at_once(member, 4) == [4] * 4
 
 
+GATE_IS_OPEN = {"b0/TRACE": "arrived", "b/num_members": "1", "b/TRACING_GATE": "open"}
+
+
 @every_store
-def test_a_barrier_that_times_out_says_how_many_came(store: Any) -> None:
-    for timeout_s, said in ((0.05, "0.05 s: 1 of 3"), (0, "0 s: 2 of 3")):
-        with pytest.raises(StoreTimeoutError, match=f"^barrier 'b': timed out after {said} had arrived$"):
-            barrier(store, 3, "b", timeout_s)
+@pytest.mark.parametrize(
+    ("others", "rank", "said"),
+    [
+        ({}, None, ": 1 of 3 had arrived"),
+        ({}, 1, " on rank 1: 1 of 3 had arrived; rank 0 is missing"),
+        (GATE_IS_OPEN, 1, " on rank 1: 2 of 3 had arrived; see rank 0 for who is missing"),
+        ({"b1/TRACE": "arrived"}, 0, " on rank 0: 1 of 3 had arrived; missing ranks: node2"),
+    ],
+)
+def test_a_barrier_that_times_out_says_who_came(
+    store: Any, others: dict[str, str], rank: int | None, said: str
+) -> None:
+    before = store.timeout
+    for key, value in others.items():
+        store.set(key, value)
+    decode = None if rank is None else "node{}".format
+    with pytest.raises(StoreTimeoutError) as caught:
+        barrier(store, 3, "b", 0.05, rank, decode, trace_timeout=0.05)
+    assert str(caught.value) == f"barrier 'b': timed out after 0.05 s{said}"
+    assert store.timeout == before
+
+
+@every_store
+def test_other_ranks_wait_while_rank_0_looks(store: Any) -> None:
+    """Rank 1 is still inside the barrier, and must not be called missing."""
+
+    def rank_1() -> str:
+        with pytest.raises(StoreTimeoutError) as caught:
+            barrier(own_client(store), 3, "b", 0.3, 1, trace_timeout=LONG_S)
+        assert store.check(["b/TRACING_GATE"])
+        return str(caught.value)
+
+    waiting = Caller(rank_1)
+    while store.add("b/num_members", 0) == 0:  # torch's HashStore wakes no thread when `add` makes a key.
+        time.sleep(0.001)
+    with pytest.raises(StoreTimeoutError, match=r"missing ranks: 2$"):
+        barrier(store, 3, "b", 0.05, 0, trace_timeout=0.05)
+    assert waiting.result(LONG_S).endswith("see rank 0 for who is missing")
+
+
+def test_barrier_names_a_bounded_number_of_ranks() -> None:
+    with pytest.raises(StoreTimeoutError, match=r"1 of 4000 had arrived; missing ranks: 1, .*, 16, \.\.\.$"):
+        barrier(InProcessStore(), 4000, "b", 0.01, 0, trace_timeout=0.01)
+
+
+def test_barrier_whose_last_member_comes_during_the_trace() -> None:
+    class Late(InProcessStore):
+        """Lets rank 1 arrive in the moment in which rank 0 looks for its mark."""
+
+        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+            if list(keys) == ["b1/TRACE"]:
+                self.set("b1/TRACE", "arrived")
+            super().wait(keys, timeout)
+
+    with pytest.raises(StoreTimeoutError, match=r"1 of 2 had arrived; the others came too late$"):
+        barrier(Late(), 2, "b", 0.01, 0, trace_timeout=LONG_S)
 
 
 def test_barrier_that_opens_in_the_last_moment_is_open() -> None:
@@ -224,6 +337,11 @@ def test_barrier_on_a_store_that_has_failed_raises_the_stores_error() -> None:
 
     with pytest.raises(RuntimeError, match="connection is still lost"):
         barrier(Failed(), 2, "b", 0.01)
+
+
+def test_decoder_needs_a_rank() -> None:
+    with pytest.raises(AssertionError, match="needs a rank"):
+        barrier(InProcessStore(), 1, "b", rank_tracing_decoder=str)
 
 
 @promise("rendezvous.torch-store-use-port: torch's own store can use that port.")

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from holdfast.rendezvous import store
 from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.coordinator.kv_store import KeyValues
 from holdfast.rendezvous.membership import frames
 from holdfast.rendezvous.membership.protocol import StoreAnswer, StoreRequest
-from holdfast.rendezvous.store import StoreLostError
-from tests.promises import proves
+from holdfast.rendezvous.store import StoreLostError, StoreTimeoutError
+from tests.coordinators import Caller
+from tests.promises import promise, proves
 
 RANKS = 10_000
 
@@ -73,6 +75,33 @@ def test_prefixes_are_namespaces(pump: Pump) -> None:
     assert base.multi_get(["two/k", "two/n"]) == [b"2", b"1"]
     assert two.delete_key("k")
     assert one.get("k") == b"1"
+
+
+@promise("coordinator.synchronize-get-barrier-10: `synchronize`, `get_all` and `barrier` of 10,000 ranks work.")
+def test_ten_thousand_ranks_synchronize(pump: Pump) -> None:
+    """Rank 0 and a few others call it; the many others are their requests."""
+    data = [f"what rank {rank} tells to all others, at some length: {'x' * 60}".encode() for rank in range(RANKS)]
+    shared = pump.open()
+    for rank in range(1, RANKS):
+        shared.set(f"p/{rank}", data[rank])
+    first = Caller(store.synchronize, pump.open(), data[0], 0, RANKS, "p/")
+    few = range(9_990, RANKS)
+    assert [store.get_all(pump.open(), rank, "p/", RANKS) == data for rank in few] == [True] * len(few)
+    for _ in range(1, few[0]):
+        store._arrive(shared, RANKS, "p//finished")
+    assert first.result() == data
+
+
+@proves("coordinator.synchronize-get-barrier-10")
+def test_a_barrier_of_ten_thousand_names_the_missing_with_few_requests(pump: Pump) -> None:
+    missing = [17, 5000, 9_999]
+    shared = pump.open()
+    marks = [f"b{rank}/TRACE" for rank in range(1, RANKS) if rank not in missing]
+    shared.multi_set(marks, ["arrived"] * len(marks))
+    pump.requests = 0
+    with pytest.raises(StoreTimeoutError, match=r"missing ranks: 17, 5000, 9999$"):
+        store.barrier(pump.open(), RANKS, "b", 0.0, 0, None, 0.0)
+    assert pump.requests < 300
 
 
 @proves("coordinator.store-lost-process-plug")

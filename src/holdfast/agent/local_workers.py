@@ -2,8 +2,7 @@
 
 Their spawner reports what becomes of them, so nothing is looked at without a cause. One spawner serves all rounds: a
 restart costs no interpreter start of ours. Around the processes there are, if the user wants that: a watch for hangs, a
-file timer server (the watchdog), and work that follows a stop (`--clean-shm`) or comes before a restart
-(`--wait-for-gpu-memory`).
+file timer server (the watchdog), and work that follows a stop (`--clean-shm`).
 
 Workers find the pipe of the timer server in `TORCHELASTIC_TIMER_FILE` and arm timers with `holdfast.timer` or with
 torch's own client. A worker whose timer expires is killed as soon as its stacks were taken, or could not be in time; to
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from holdfast.hangs.compare import Picture
     from holdfast.hangs.watch import HangWatch
     from holdfast.process.spawner.warm import Wanted
-    from holdfast.process.workers.device_memory import DeviceWait
     from holdfast.process.workers.shared_memory import Cleaning
     from holdfast.rendezvous.coordination import Coordination
     from holdfast.telemetry.stragglers import Straggler
@@ -91,7 +89,6 @@ class LocalWorkers(Workers):
         self._held_lease: Lease | None = None
         self._shm_before: frozenset[tuple[int, int]] = frozenset()
         self._cleaning: Cleaning | None = None
-        self._device_wait: DeviceWait | None = None
 
     # Starting.
 
@@ -104,8 +101,6 @@ class LocalWorkers(Workers):
     def begin_start(self, place: Place) -> None:
         self._place, self.context, self._start_began = place, None, time.monotonic()
         self._is_running = self._has_been_refused = False
-        if self._device_wait is not None:
-            self._device_wait.begin()
 
     def poll_start(self) -> Mapping[int, Any] | RunResult | None:
         """If the last workers take long to start, a worker that has failed meanwhile fails the group."""
@@ -123,9 +118,6 @@ class LocalWorkers(Workers):
         if self._spec.refusal:
             raise HostError(self._spec.refusal)
         if self.context is None:
-            if self._device_wait is not None and not self._device_wait.is_done:
-                return False
-            self._device_wait = None
             self._order_start()
         assert self.context is not None
         return self.context.poll_start()
@@ -162,7 +154,8 @@ class LocalWorkers(Workers):
         group = self._group
         args = {each.local_rank: tuple(macros.substitute(group.spec.args, each.local_rank)) for each in group.workers}
         self._stop_watching()
-        reached = self.progress.slowest() if self.progress is not None else None
+        calls = self.progress.calls().values() if self.progress is not None else ()
+        reached = min((step for _, step in calls if step is not None), default=None)
         self._forget_progress()
         envs = worker_environments(
             group,
@@ -180,7 +173,7 @@ class LocalWorkers(Workers):
         template = self._spec.log_line_prefix_template
         prefixes = log_line_prefixes(template, group.spec.role, group.workers, host_name())
         link, lease = self._spawner(), self._lease()
-        self.snapshots.begin(link, self._place, group.workers, envs, reached[0] if reached is not None else None)
+        self.snapshots.begin(link, self._place, group.workers, envs, reached)
         self._began_at = time.time()
         if self._spec.clean_shm:
             from holdfast.process.workers import shared_memory
@@ -262,7 +255,7 @@ class LocalWorkers(Workers):
         if self.context is not None:
             # -1 if the spawner is gone: then all have ended, and `deadline` has passed.
             return fd if (fd := self.context.fileno()) >= 0 else None
-        return self._device_wait.fileno() if self._device_wait is not None else None
+        return None
 
     def unsent_fds(self) -> list[int]:
         return self.context.unsent_fds() if self.context is not None else []
@@ -427,10 +420,6 @@ class LocalWorkers(Workers):
             from holdfast.process.workers.shared_memory import Cleaning
 
             self._cleaning = Cleaning(context.running().values(), self._shm_before)
-        if self._spec.wait_for_gpu_memory_s:
-            from holdfast.process.workers.device_memory import DeviceWait
-
-            self._device_wait = DeviceWait(context.running().values(), self._spec.wait_for_gpu_memory_s)
 
     def poll_stop(self, result: RunResult) -> RunResult | None:
         context = self.context
@@ -486,8 +475,6 @@ class LocalWorkers(Workers):
         if is_restart:
             return
         self._forget_progress()
-        if self._device_wait is not None:
-            self._device_wait.cancel()
         if self._link is not None:
             self._link.close()
             self._link = None

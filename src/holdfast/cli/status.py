@@ -99,11 +99,11 @@ _PS_HEADING = ("RUN", "AGENT", "NODE", "PHASE", "ROUND", "WORKERS", "RESTARTS", 
 
 
 def text_of(view: RunView) -> str:
-    return "\n".join([*summary_of(view), "", *_details_of(view)]) + "\n"
+    return "\n".join(lines_of(view)) + "\n"
 
 
-def summary_of(view: RunView) -> Iterator[str]:
-    """The lines above the tables."""
+def lines_of(view: RunView) -> Iterator[str]:
+    """What `holdfast top` shows, too."""
     yield words.heading(view)
     yield escape.one_line(words.sentence(view))
     if past := words.history_line(view.history):
@@ -115,9 +115,7 @@ def summary_of(view: RunView) -> Iterator[str]:
         yield escape.one_line(f"Only this host's agents are shown: {view.problem}.")
     if view.not_asked:
         yield f"{view.not_asked} nodes were not asked for their workers."
-
-
-def _details_of(view: RunView) -> Iterator[str]:
+    yield ""
     yield from words.table([_NODE_HEADING, *_node_rows(view)])
     workers = sorted(_worker_rows(view))
     if workers:
@@ -125,6 +123,7 @@ def _details_of(view: RunView) -> Iterator[str]:
         yield from words.table([_WORKER_HEADING, *(row for _, row in workers[:_MOST_WORKERS])])
         if len(workers) > _MOST_WORKERS:
             yield f"... and {len(workers) - _MOST_WORKERS} more workers; --json shows all"
+    yield from _failed_before(view)
     if view.status is not None:
         yield from (escape.cut(escape.one_line(each.text)) for each in view.status.held)
         for each in view.status.refused:
@@ -149,6 +148,16 @@ def _worker_rows(view: RunView) -> Iterator[tuple[int, tuple[str, ...]]]:
         place = (words.rank_text(worker.global_rank), words.rank_text(told.status.node), f"{worker.pid or '-'}")
         times = (words.age_text(worker.age_s), words.progress_text(worker))
         yield worker.global_rank, (*place, words.worker_state(worker), *times)
+
+
+def _failed_before(view: RunView) -> Iterator[str]:
+    """Those that failed and were started again since."""
+    shown = {(worker.global_rank, worker.pid) for worker, _ in view.workers()}
+    earlier = [each for told in view.agents.values() for each in told.status.failed]
+    for each in earlier[:_MOST_WORKERS]:
+        if (each.global_rank, each.pid) not in shown:
+            who = f"rank {each.global_rank} (pid {each.pid})"
+            yield escape.cut(escape.one_line(f"earlier, in round {each.round}: {who} {words.worker_state(each)}"))
 
 
 def _ps_row(agent: FoundAgent) -> tuple[str, ...]:

@@ -231,6 +231,10 @@ class RunArguments:
     agent_store = optional("--agent-store WHEN", NODES, str, choices=("auto", "on", "off"), in_full=True, help=
         "Whether holdfast serves the store at MASTER_PORT where torch's ranks meet, so that it outlives rank 0 and is "
         "fresh in every round: auto, unless the program turns out to listen there itself; on; off (auto if left out).")
+    snapshot_copies = optional("--snapshot-copies COUNT", NODES, count, in_full=True, help=
+        "To how many other nodes each node copies its snapshots, so that they outlive the node (0 if left out).")
+    snapshot_every = optional("--snapshot-every TIME", NODES, duration_s, in_full=True, help=
+        "How often a snapshot of all ranks is written to disk while the workers run (never if left out).")
     on_isolation = optional("--on-isolation WHAT", NODES, str, choices=("stop", "continue"), help=
         "What a node that cannot reach the coordinator does: stop, its workers are killed before its place is given "
         "away; continue, they run on, at the risk that two worlds run at once (stop if left out).")
@@ -296,9 +300,6 @@ class RunArguments:
     grace_period = second_name(shutdown_timeout, "--grace-period TIME", duration_s, is_common=True, help=
         "How long workers may take to exit after the first signal before they are killed; another name for "
         "--shutdown-timeout.")
-    wait_for_gpu_memory = optional("--wait-for-gpu-memory TIME", FAILURES, duration_s, in_full=True, help=
-        "Before a restart, wait up to TIME until the memory of the GPUs that the stopped workers used is free. Needs "
-        "the package nvidia-ml-py.")
     clean_shm = flag("--clean-shm", FAILURES, in_full=True, help=
         "When the workers of a round are stopped, remove the files in /dev/shm that they had made, that belong to "
         "this user, and that no process uses any more. A worker that is killed leaves such files behind.")

@@ -74,7 +74,7 @@ class GroupSpec:
     those of `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if
     that is known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
     `snapshot_memory` is how many bytes the snapshots of this node may have: 0 means that there are none, None a
-    quarter of its memory. `wait_for_gpu_memory_s`: see `device_memory`.
+    quarter of its memory.
     """
 
     role: str
@@ -91,7 +91,6 @@ class GroupSpec:
     preload_timeout_s: float = 300.0
     clean_shm: bool = False
     snapshot_memory: int | None = None
-    wait_for_gpu_memory_s: float | None = None
 
 
 class PContext(abc.ABC):
