@@ -33,9 +33,10 @@ _BASE = {
 }
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "snapshots", "telemetry", "timer"} | _BASE
 LAYERS = {
-    "cli": {"adopt", "observe", "hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "cli": {"adopt", "observe", "hosts", "launcher", "agent", "rehearsal"} | _BELOW_AGENT,
     "adopt": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: what the names of torch's launcher stand for
     "observe": {"agent"} | _BELOW_AGENT,
+    "rehearsal": {"observe", "hosts", "agent"} | _BELOW_AGENT,
     "hosts": {"launcher", "agent"} | _BELOW_AGENT,
     "launcher": {"agent"} | _BELOW_AGENT,
     "agent": _BELOW_AGENT,
@@ -84,6 +85,7 @@ _PURE = {
     "process": "torch_store",
     "process/output": "folding lines terminal",
     "process/workers": "ladder",
+    "rehearsal": "plan",
     "rendezvous/client": "reachability",
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",

@@ -18,7 +18,7 @@ FAILED_STEP, CHECKPOINT_EVERY, TENSORS = 15, 10, 16
 signal.alarm(170)  # No worker outlives a benchmark that went wrong.
 torch.set_num_threads(1)
 kind, mib = sys.argv[2], int(sys.argv[3])
-state = {f"layer{number}": torch.zeros((mib << 20) // 4 // TENSORS) for number in range(TENSORS)}
+state = {f"layer{number}": torch.full(((mib << 20) // 4 // TENSORS,), 0.0) for number in range(TENSORS)}
 checkpoint = f"{kind}/{marks.RANK}"
 step = 0
 dist.init_process_group("gloo")
@@ -26,12 +26,14 @@ if kind == "snapshots":
     import holdfast
 
     snapshots = holdfast.snapshots.open()
-    if (saved := snapshots.load()) is not None:
-        state, step = saved["state"], saved.step + 1
+    if (saved := snapshots.load(copy=False)) is not None:
+        loaded, step = saved["state"], saved.step + 1
 elif os.path.exists(checkpoint):
-    loaded = torch.load(checkpoint)
-    state, step = loaded["state"], loaded["step"] + 1
+    found = torch.load(checkpoint)
+    loaded, step = found["state"], found["step"] + 1
 first = step
+for name in state if first else ():
+    state[name].copy_(loaded[name])  # As load_state_dict does.
 while step <= FAILED_STEP + 1:
     if marks.ATTEMPT == 0 and step == FAILED_STEP and marks.RANK == marks.WORLD_SIZE - 1:
         marks.leave("failed")

@@ -450,8 +450,8 @@ MUTATIONS = [
         rank + 1), _STEPS, _RAISE),
     Mutation("a protected slot is used again", Slots, "_protected", _always(frozenset()), _STEPS),
     # Steps that all nodes keep.
-    Mutation("one node is not asked what it keeps", AgreedSteps, "begin", lambda original: lambda self, order, size,
-        *what: original(self, order, max(1, size - 1), *what), _KEPT),
+    Mutation("one node is not asked what it keeps", AgreedSteps, "begin", lambda original: lambda self, place, *what:
+        original(self, replace(place, node_count=max(1, place.node_count - 1)), *what), _KEPT),
     Mutation("different answers agree", AgreedSteps, "_take_kept", _first_answer, _KEPT),
     Mutation("a complete step is not told again", AgreedSteps, "_ask", _before(lambda self: setattr(self,
         "_is_complete_told", True)), scenario="a_complete_step_is_told_again"),

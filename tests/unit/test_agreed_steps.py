@@ -7,15 +7,27 @@ import time
 import pytest
 
 from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
-from holdfast.rendezvous.membership.model import Agreed, Complete, KeepFrom, SavedSteps, SnapshotOrder
+from holdfast.rendezvous.membership.model import (
+    Agreed,
+    Chosen,
+    Complete,
+    KeepFrom,
+    Place,
+    SavedSteps,
+    SnapshotId,
+    SnapshotOrder,
+)
 from tests.promises import promise
 
 ROUND = (2, 3)
 
 
-def begun(size: int = 2, copies: int = 1, every_s: float = 0.0) -> AgreedSteps:
+def begun(
+    size: int = 2, copies: int = 1, every_s: float = 0.0, loaded: tuple[int, int, int] | None = None
+) -> AgreedSteps:
     steps = AgreedSteps(0.0)
-    steps.begin(ROUND, size, copies, every_s)
+    chosen = Chosen(SnapshotId(*loaded, 2)) if loaded is not None else None
+    steps.begin(Place(*ROUND, 0, size, chosen=chosen), copies, every_s)
     return steps
 
 
@@ -64,7 +76,7 @@ def test_files_are_written_now_and_then() -> None:
     assert told(steps, both(newest=7, kept=7), now=61.0) == [Agreed(3, 7, to_disk=True)]
     assert told(steps, both(newest=7, kept=7, stored=7), now=70.0) == [complete(7)]
     assert told(steps, both(newest=9, kept=7, stored=7), now=129.0) == []
-    steps.begin((2, 4), 2, 0, 60.0)  # The next round does not begin the time anew.
+    steps.begin(Place(2, 4, 0, 2), 0, 60.0)  # The next round does not begin the time anew.
     assert told(steps, both(newest=12), now=130.0) == [KeepFrom(4, 13)]
 
 
@@ -123,6 +135,19 @@ class Runner:
             self._asked, self._kept = None, newest
             return SavedSteps(newest, self._kept)
         return SavedSteps(newest, self._kept) if tick % 100 == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("loaded", "known", "told_of"),
+    [((2, 2, 95), (2, 2, 90), True), ((2, 2, 90), (2, 2, 90), True), ((2, 2, 85), (2, 2, 90), False)]
+    + [((2, 2, 85), (2, 3, 4), True), (None, (2, 2, 90), True)],
+)
+def test_a_complete_step_that_was_given_up(
+    loaded: tuple[int, int, int] | None, known: tuple[int, int, int], told_of: bool
+) -> None:
+    """Nodes discard what is newer than what they load: it must not make them let go what is older."""
+    orders = told(begun(loaded=loaded), dict.fromkeys("ab", SavedSteps(5, complete=known)))
+    assert orders == [*([Complete(3, known)] if told_of else []), KeepFrom(3, 6)]
 
 
 @pytest.mark.parametrize("pace", [0.5, 7, 100, 5000])

@@ -69,7 +69,7 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("admit", "on-restart", {"admit": Admit.ON_RESTART}),
     ("agent_store", "off", {"agent_store": AgentStore.OFF}),
     ("admit_delay", "0", {"admit_delay_s": 0.0}),
-    ("snapshot_copies", "2", {"snapshot_copies": 2}),
+    ("snapshot_copies", "0", {}),
     ("snapshot_every", "90", {"snapshot_every_s": 90.0}),
     ("on_isolation", "continue", {"on_isolation": "continue"}),
     ("is_host", "true", {"is_host": True}),
@@ -341,6 +341,8 @@ def test_the_token_of_a_file_wins_over_the_environment(monkeypatch: pytest.Monke
         (None, "\n", {}, "the token file .* is empty"),
         (None, "x" * 15, {}, "the token in the token file .* has 15 bytes, at least 16 are needed; make one with"),
         ("x" * 15, None, {}, "the token in HOLDFAST_TOKEN has 15 bytes, at least 16 are needed"),
+        ("x" * 16, None, {"snapshot_copies": "2"}, ""),
+        (None, None, {"snapshot_copies": "2"}, "--snapshot-copies needs a token, .*: make one with `holdfast token >"),
         (None, None, {"require_token": "1"}, "--require-token, but there is no token: make one with `holdfast token >"),
     ],
 )  # fmt: skip
@@ -360,7 +362,9 @@ def test_tokens_that_are_none_or_too_short(
         with pytest.raises(UserError, match=words):
             read(**config)
     else:
-        assert read(**config).token == ((in_environment or "").strip().encode() or None)
+        made = read(**config)
+        assert made.token == ((in_environment or "").strip().encode() or None)
+        assert made.snapshot_copies == int(config.get("snapshot_copies", 0))
 
 
 @proves("coordinator.token-fewer-16-bytes")

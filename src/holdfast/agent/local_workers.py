@@ -155,8 +155,8 @@ class LocalWorkers(Workers):
         group = self._group
         args = {each.local_rank: tuple(macros.substitute(group.spec.args, each.local_rank)) for each in group.workers}
         self._stop_watching()
-        calls = self.progress.calls() if self.progress is not None else {}
-        reached = min((step for _, step in calls.values() if step is not None), default=None)
+        calls = self.progress.calls().values() if self.progress is not None else ()
+        reached = min((step for _, step in calls if step is not None), default=None)
         self._forget_progress()
         envs = worker_environments(
             group,

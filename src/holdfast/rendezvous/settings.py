@@ -317,6 +317,8 @@ def read(params: api.RendezvousParameters) -> NodeSettings:
     # A static node's coordinator_port is part of the endpoint, which is not read here.
     values |= _for_etcd(params.endpoint, values) if "leader_lease" in rows else {"coordinator_port": 0}
     values["token"] = read_token(values["token_file"], is_required=values["require_token"])
+    if values["snapshot_copies"] and values["token"] is None:
+        raise UserError(f"--snapshot-copies needs a token, which nodes prove to each other: {_MAKE_TOKEN}")
     values |= {"min_nodes": params.min_nodes, "max_nodes": params.max_nodes, "local_addr": params.local_addr}
     named = {rows[name].field if name in rows else name: value for name, value in values.items()}
     return NodeSettings(**{each.name: named[each.name] for each in fields(NodeSettings) if each.name in named})

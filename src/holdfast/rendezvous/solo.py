@@ -53,7 +53,7 @@ class SoloCoordination(Coordination):
         # Of handlers, only that of a run on one machine holds the master port.
         self._agent_store = getattr(handler, "agent_store", AgentStore.OFF)
         self._snapshot_every_s = getattr(handler, "snapshot_every_s", 0.0)
-        self._steps: AgreedSteps | None = None  # If a step is to be written to disk now and then.
+        self._steps: AgreedSteps | None = None  # If `_snapshot_every_s` is above 0.
         self._serves_store = False
         self._local_world_size = 1
         self._round = 0
@@ -111,11 +111,14 @@ class SoloCoordination(Coordination):
             # No shapes: the nodes know nothing of each other.
             port, has_store = getattr(self._handler, "free_port", 0), self._serves_store
             world = (0, self._round, found.rank, found.world_size)
-            chosen, agrees = self._choose(found.world_size), self._begin_steps(found.world_size)
+            chosen = self._choose(found.world_size)
+            agrees = found.world_size == 1 and self._snapshot_every_s > 0  # To write a step to disk now and then.
             place = Place(
                 *world, restarts_used=self._budget.used, free_port=port, has_store=has_store,
                 chosen=chosen, agrees_on_steps=agrees,
             )  # fmt: skip
+            if agrees:
+                self._begin_steps(place)
             return self._mailbox.put(Sealed("", place))
         except BaseException as error:
             self._mailbox.put(JoinFailed(error))
@@ -128,15 +131,11 @@ class SoloCoordination(Coordination):
 
         return snapshots.choose_alone(self._local_world_size, self.held, node_count)
 
-    def _begin_steps(self, node_count: int) -> bool:
-        """Whether this node, which is alone, writes a step to disk now and then."""
-        if node_count > 1 or not self._snapshot_every_s:
-            return False
+    def _begin_steps(self, place: Place) -> None:
         from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
 
         self._steps = self._steps or AgreedSteps(time.monotonic())
-        self._steps.begin((0, self._round), 1, 0, self._snapshot_every_s)
-        return True
+        self._steps.begin(place, 0, self._snapshot_every_s)
 
     def report_steps(self, round: int, steps: SavedSteps) -> None:
         if self._steps is not None and round == self._round:

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from holdfast.errors import HoldfastError
@@ -21,6 +21,7 @@ from holdfast.snapshots.messages import HEAD, packed
 
 _WANT_PATIENCE_S = 5.0
 _COMMIT_PATIENCE_S = 60.0
+_MADV_POPULATE_READ = 22
 
 
 class SnapshotError(HoldfastError, RuntimeError):
@@ -142,9 +143,10 @@ class Snapshots:
             return None
         step, world_size, size, of_rank, flags = numbers
         try:
-            # A private mapping that is only read shows the slot; what is written into it stays here.
-            shared = {"flags": mmap.MAP_SHARED | mmap.MAP_POPULATE, "prot": mmap.PROT_READ}
-            memory = mmap.mmap(fds[0], size, **shared) if copy else mmap.mmap(fds[0], size, access=mmap.ACCESS_COPY)
+            # A private mapping: what is written into it stays here, and until then it shows the slot.
+            memory = mmap.mmap(fds[0], size, access=mmap.ACCESS_COPY)
+            with suppress(OSError):  # An old kernel finds the pages one by one.
+                memory.madvise(_MADV_POPULATE_READ)
         except (OSError, ValueError) as error:
             raise SnapshotError(f"step {step} of rank {of_rank} cannot be read: {error}") from None
         finally:

@@ -22,7 +22,12 @@ snapshot can be loaded follows from what nodes hold when they join, never from t
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from holdfast.rendezvous.membership.snapshot_records import Agreed, Complete, KeepFrom, SavedSteps, SnapshotOrder
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.membership.model import Place
 
 _RETRY_S = 10.0  # After a node could not store an agreed step.
 _MAX_MARGIN = 1 << 20
@@ -35,12 +40,13 @@ class AgreedSteps:
     def __init__(self, now: float) -> None:
         self._margin = 1
         self._written_at = now  # When a step was agreed last that went to the disk.
-        self.begin((0, 0), 0, 0, 0.0)
+        self._copies, self._every_s = 0, 0.0
 
-    def begin(self, order: tuple[int, int], size: int, copies: int, every_s: float) -> None:
-        """A round (`Place.order`) of so many nodes begins, or is adopted. Their steps are copied to `copies` nodes
-        each, and written to disk every `every_s`; 0: not at all."""
-        self._order, self._size, self._copies, self._every_s = order, size, copies, every_s
+    def begin(self, place: Place, copies: int, every_s: float) -> None:
+        """A round begins, or is adopted; `place` is that of any member. Steps are copied to `copies` nodes each, and
+        written to disk every `every_s`; 0: not at all."""
+        self._order, self._size, self._copies, self._every_s = place.order, place.node_count, copies, every_s
+        self._loaded = place.chosen.snapshot if place.chosen is not None else None
         self._reported: set[str] = set()  # The nodes that have a common step.
         self._highest = -1  # Of all steps that nodes have told of.
         self._asked: KeepFrom | None = None  # Until all have answered;
@@ -58,7 +64,7 @@ class AgreedSteps:
         if steps.newest is not None:
             self._reported.add(key)
         self._highest = max(self._highest, *(each for each in (steps.newest, steps.kept) if each is not None), -1)
-        if steps.complete is not None and (self._complete is None or steps.complete > self._complete.saved):
+        if steps.complete is not None and self._is_news(steps.complete):
             self._complete, self._is_complete_told = Complete(self._order[1], steps.complete), False
         if self._agreed is not None:
             return self._take_stored(key, steps, self._agreed, now)
@@ -69,6 +75,11 @@ class AgreedSteps:
     def repeated(self) -> list[SnapshotOrder]:
         """For a member that may have missed it."""
         return [each for each in (self._complete, self._asked, self._agreed) if each is not None]
+
+    def _is_news(self, complete: tuple[int, int, int]) -> bool:
+        """Snapshots that are newer than the one that the round has loaded, and not of this round, were discarded."""
+        is_there = complete[:2] == self._order or self._loaded is None or complete <= self._loaded.order
+        return is_there and (self._complete is None or complete > self._complete.saved)
 
     def _is_due(self, now: float) -> bool:
         is_wanted = self._copies > 0 or self._is_disk_due(now)

@@ -293,7 +293,7 @@ class Membership:
         self.nodes.reopen(node, now)
         if back.stage is Stage.FINISHED:
             self._finish(node)
-        orders = self._steps.repeated() if self.phase is Phase.RUNNING else []
+        orders = self._steps.repeated() if self.phase is Phase.RUNNING else ()
         return [*commands, *self._stop_again(facts.key), *(Tell((facts.key,), each) for each in orders)]
 
     def _stop_again(self, key: str) -> list[Command]:
@@ -403,7 +403,7 @@ class Membership:
         self.restarts_at_seal = round.world.template.restarts_used
         self._past.begin(round.world, is_ours=is_ours)
         self._formation = Formation(self._now)
-        self._steps.begin(round.world.order, round.world.size, *self._agreed.agreed_steps)
+        self._steps.begin(round.world.template, *self._agreed.agreed_steps)
         size = (round.world.size, round.world.template.worker_count())
         self.history = self.history.begin_round(self.round, *size, self._now, is_new=is_ours).run(self._now)
 
