@@ -24,6 +24,7 @@ from holdfast.cli import (
     submit,
     token,
     top,
+    warm,
 )
 from holdfast.cli.arguments import parser
 from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE, Option
@@ -141,6 +142,7 @@ def document() -> str:
                 stop,
                 stacks,
                 snapshots,
+                warm,
                 doctor,
                 bundle,
             ),

@@ -131,6 +131,12 @@ def io_bytes(pid: int) -> int | None:
     return int(counts[b"rchar"]) + int(counts[b"wchar"])
 
 
+def memory_bytes(pid: int) -> int:
+    """What the process holds alone, and its part of what it shares. 0 if that is not to be seen."""
+    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+
+
 def state(pid: int) -> str:
     """The letter of the process's state; empty if it is gone."""
     status = process_status(pid)

@@ -370,6 +370,8 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         exit_barrier_timeout=args.exit_barrier_timeout,
         preload=args.preload,
         preload_timeout_s=args.preload_timeout,
+        preload_keep_s=args.preload_keep,
+        preload_only=args.preload_only,
         prefix=args.prefix,
         events_file=args.events_file or "",
         clean_shm=args.clean_shm,

@@ -125,9 +125,7 @@ def second_name(of: T | None, invocation: str, parse: Callable[[str], T], *, hel
     return Option(invocation, of.group, help, parse, second_name_of=of, **more)  # type: ignore[return-value]
 
 
-WORKERS = "Workers"
-NODES = "Nodes and rendezvous"
-HOSTS = "Many hosts by ssh"
+WORKERS, NODES, HOSTS = "Workers", "Nodes and rendezvous", "Many hosts by ssh"
 FAILURES = "Failures and restarts"
 HANGS = "Hangs"
 LOGS = "Logs of the workers"
@@ -164,10 +162,13 @@ class RunArguments:
         "With --run-path: how the function calls are started: spawn, fork or forkserver.")
     preload = optional("--preload MODULES", WORKERS, module_names, in_full=True, is_common=True, help=
         "Import these modules once, as in torch,numpy, and fork the workers from there, so that a restart imports "
-        "nothing; auto stands for the third-party modules that the script imports at its top level. See "
-        "docs/warm-start.md.")
+        "none; auto: the third-party modules that the script imports at its top level. See docs/warm-start.md.")
     preload_timeout = value("--preload-timeout TIME", WORKERS, duration_s, "5m", in_full=True, help=
         "How long importing the modules of --preload may take; after that the workers start without it.")
+    preload_keep = optional("--preload-keep TIME", WORKERS, duration_s, in_full=True, help=
+        "After a run that ends well, keep the modules of --preload in memory for so long; the next run starts at once.")
+    preload_only = flag("--preload-only", WORKERS, in_full=True, help=
+        "Do not preload what the workers import besides the modules of --preload; otherwise that is learned.")
     role = value("--role NAME", WORKERS, str, "default", help=
         "A label for these workers. It appears in front of their log lines and in events.")
     virtual_local_rank = flag("--virtual-local-rank", WORKERS, help=

@@ -159,6 +159,16 @@ class Transfers:
     def fds(self) -> list[int]:
         return [self._listener_fd] if self._listener_fd >= 0 else []
 
+    def end(self) -> None:
+        """The run is over. The process is killed with the trees of the workers."""
+        if self._channel is not None:
+            self._poller.unregister(self._channel.fileno())
+            self._channel.close()
+        elif self._listener_fd >= 0:
+            self._poller.unregister(self._listener_fd)
+        for fd in self.fds():
+            os.close(fd)
+
     # What the agent orders.
 
     def order(self, number: int, kind: str, snapshot: Snapshot, argument: Any) -> None:
