@@ -17,6 +17,7 @@ COMMANDS = {
     "adopt": ("holdfast.cli.adopt:main", "run a command that calls torchrun, with holdfast in its place"),
     "submit": ("holdfast.cli.submit:submit", "start a job on the nodes of an engine, such as Slurm"),
     "render": ("holdfast.cli.submit:render", "print the batch script or manifest of a job for an engine"),
+    "rehearse": ("holdfast.cli.rehearse:main", "run a job under faults, and say which it survives"),
     "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of a run"),
     "token": ("holdfast.cli.token:main", "make the secret that keeps others out of a run"),
     "status": ("holdfast.cli.status:main", "show how a run stands and what it waits for"),
@@ -26,6 +27,8 @@ COMMANDS = {
     "logs": ("holdfast.cli.logs:main", "show or follow the log files of a run's workers"),
     "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
+    "warm": ("holdfast.cli.warm:main", "keep modules in memory, so that the next runs start at once"),
+    "snapshots": ("holdfast.cli.snapshots:main", "list the snapshots of a run, or write them as files"),
     "doctor": ("holdfast.cli.doctor:main", "check this host and the way to a coordinator"),
     "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),
 }

@@ -123,6 +123,8 @@ def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
 
 def check_values(args: RunArguments) -> None:
     """What can be checked only on this host."""
+    if args.snapshot_every and not args.snapshot_dir:
+        raise UserError("--snapshot-every needs a directory for the files: --snapshot-dir DIR")
     if args.event_log_handler != "null":
         from holdfast.telemetry import events
 
@@ -203,6 +205,8 @@ def rendezvous_settings(args: RunArguments) -> dict[str, Any]:
         "admit": args.admit,
         "admit_delay": args.admit_delay,
         "agent_store": args.agent_store,
+        "snapshot_copies": args.snapshot_copies,
+        "snapshot_every": args.snapshot_every,
         "on_isolation": args.on_isolation,
         "token_file": args.token_file,
         "require_token": args.require_token or None,
@@ -366,9 +370,14 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         exit_barrier_timeout=args.exit_barrier_timeout,
         preload=args.preload,
         preload_timeout_s=args.preload_timeout,
+        preload_keep_s=args.preload_keep,
+        preload_only=args.preload_only,
         prefix=args.prefix,
         events_file=args.events_file or "",
         clean_shm=args.clean_shm,
+        snapshot_memory=args.snapshot_memory,
+        snapshot_dir=args.snapshot_dir,
+        snapshot_bandwidth=args.snapshot_bandwidth,
     )
 
 

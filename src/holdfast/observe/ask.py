@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, get_type_hints
 
@@ -53,12 +53,16 @@ for _kind in (
     stragglers.Rate,
     status.WorkerStatus,
     status.Output,
+    status.SnapshotStatus,
     status.AgentStatus,
     status.NodeStatus,
     status.Refusal,
     status.HeldNode,
     status.StoryLine,
     status.RunStatus,
+    status.SnapshotStatus,
+    status.HeldParts,
+    status.SnapshotList,
 ):
     _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
 
@@ -92,13 +96,13 @@ def name_of(agent: AgentStatus) -> str:
     return agent.node_id or f"agent {agent.pid}"
 
 
-def find(*, of_all_users: bool = False) -> tuple[list[FoundAgent], dict[int, str]]:
+def find(*, of_all_users: bool = False, pids: Collection[int] | None = None) -> tuple[list[FoundAgent], dict[int, str]]:
     """Every agent of this user on this host, wherever its socket is, and the pids of agents that did not answer in
     time, with the names of their runs (`control.name_in_path`). Stale sockets are removed. This user's agents are asked
     at the same time. Root may ask the agents of all users; those of others have a bounded time for all of them
-    together."""
+    together. `pids`: only these agents."""
     found, silent = [], {}
-    paths = control.paths()
+    paths = {path: who for path, who in control.paths().items() if pids is None or who[1] in pids}
     own = sorted(filter(control.is_own, paths))
     until = time.monotonic() + _OTHERS_LIMIT_S
     batches = [own[first : first + _ASKED_AT_ONCE] for first in range(0, len(own), _ASKED_AT_ONCE)]

@@ -16,7 +16,18 @@ from holdfast.failures.records import Failure
 from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
-from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Held, Outcome, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import (
+    CloseRequested,
+    End,
+    Ended,
+    Held,
+    Outcome,
+    PlaceLost,
+    SavedSteps,
+    Sealed,
+    SnapshotOrder,
+    Stop,
+)
 from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 
 Item = TypeVar("Item")
@@ -32,7 +43,16 @@ class JoinFailed:
     error: BaseException
 
 
-AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed
+@frozen
+class ExportRequested:
+    """A person wants the parts of a snapshot that are on this node as files. `then` gets the problems."""
+
+    snapshot: tuple[int, int, int, int, bool]
+    directory: str
+    then: Callable[[list[str]], None]
+
+
+AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed | SnapshotOrder | ExportRequested
 
 
 class Mailbox(Generic[Item]):
@@ -73,10 +93,11 @@ class Coordination(abc.ABC):
     yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
     `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
-    failure and before it joins again; and before each join `held`, the snapshots that this node has, and
-    `snapshot_port`, where its transfer process serves them (0: nowhere)."""
+    failure and before it joins again; and before each join `held`, the snapshots that this node has. `has_snapshots`:
+    its workers may save some. Then `snapshot_port` is where its transfer process serves them (0: nowhere)."""
 
     has_leases = False
+    has_snapshots = False
     joined: str | None = None
 
     def __init__(self) -> None:
@@ -110,6 +131,11 @@ class Coordination(abc.ABC):
         OSError."""
         raise HostError("this node does not hold the master port")
 
+    def snapshot_listener(self) -> tuple[int, bytes] | None:
+        """A descriptor that listens at `snapshot_port`, for the caller to close, and the key with which peers prove
+        themselves. None if no peer may fetch snapshots from this node."""
+        return None
+
     @abc.abstractmethod
     def report_failure(self, round: int, failure: Failure) -> None:
         """This node's workers have failed; they are being stopped."""
@@ -117,6 +143,10 @@ class Coordination(abc.ABC):
     @abc.abstractmethod
     def report_success(self, round: int, timeout_s: float) -> None:
         """This node's workers have all succeeded. `Ended` is pushed when those of all nodes have."""
+
+    def report_steps(self, round: int, steps: SavedSteps) -> None:  # noqa: B027
+        """What this node has saved in the round, after each change. With `Place.agrees_on_steps` the run answers with
+        orders (`SnapshotOrder`) for the nodes to keep a step that is the same on all of them."""
 
     @property
     def node_id(self) -> str:
@@ -144,6 +174,10 @@ class Coordination(abc.ABC):
     def request_close(self, reason: str) -> None:
         """The agent's loop gets `CloseRequested`, and then calls `close_run`."""
         self._mailbox.put(CloseRequested(reason))
+
+    def request_export(self, request: ExportRequested) -> None:
+        """The agent's loop gets it."""
+        self._mailbox.put(request)
 
     def close_run(self, reason: str) -> None:
         """End the run. Without a coordinator that is this node's part of it. `Ended` is pushed."""

@@ -27,10 +27,10 @@ from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.client.thread import Client, Locator
 from holdfast.rendezvous.coordination import Answering, Coordination, JoinFailed
 from holdfast.rendezvous.coordinator import launch
-from holdfast.rendezvous.membership import model, node, protocol, snapshots
+from holdfast.rendezvous.membership import keys, model, node, protocol, snapshots
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-from holdfast.rendezvous.settings import NodeSettings
+from holdfast.rendezvous.settings import MAKE_TOKEN, NodeSettings
 from holdfast.wire_types import MAX_NAME
 
 logger = Logger(__name__)
@@ -38,7 +38,6 @@ logger = Logger(__name__)
 DEFAULT_PORT = 29400
 _OTHERS_HEAR_S = 1.0  # In this time a signal that is sent to all nodes has reached each of them.
 _DIGESTED_BYTES = 1 << 24
-_MAX_SCRIPT_WARNINGS = 8
 # That the coordinator is told of; the agent itself takes what the user gave, and the time that it needs.
 _LONGEST_GRACE_S, _LONGEST_MARGIN_S = 86400.0, 60.0
 
@@ -76,7 +75,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._other_scripts: set[str] = set()  # Digests that a warning was about.
         self._error: Exception | None = None
         self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
-        self._held_at = ""
+        self._held_at, self._snapshot_fd = "", -1
         self._last_round = 0
         self._leaving_at: float | None = None
         self._lease_until: float | None = None
@@ -130,6 +129,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._client = None
         for each in (self._held, self._held_free):
             each.release()
+        if self._snapshot_fd >= 0:
+            os.close(self._snapshot_fd)
+            self._snapshot_fd = -1
         self._fail(api.RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down"))
         return True
 
@@ -148,6 +150,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     ) -> None:  # fmt: skip
         if len(role) > protocol.MAX_ROLE:
             raise UserError(f"a role has at most {protocol.MAX_ROLE} characters, not {len(role)}")
+        if self._options.snapshot_copies and self._options.token is None and self._options.max_nodes > 1:
+            raise UserError(f"--snapshot-copies needs a token, because nodes take copies from each other: {MAKE_TOKEN}")
         self._policy, self._script = policy, script
         grace_s, stop_margin_s = min(grace_s, _LONGEST_GRACE_S), min(stop_margin_s, _LONGEST_MARGIN_S)
         own = replace(self._facts, role=role, local_world_size=local_world_size)
@@ -202,11 +206,30 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             # The user says that others reach this node there, which may be so although no interface has the address.
             for each in ports:
                 each.renew("")
+        self._listen_for_snapshots()
         said = (failure and protocol.clipped(failure), self.advance)
         held = snapshots.limited(self.held)
         asked = node.JoinRequested(self._held.number, *said, self._held_free.number, held, self.snapshot_port)
         if not client.post(asked) and self._error is not None:
             self._fail(self._error)
+
+    def _listen_for_snapshots(self) -> None:
+        """Once, if other nodes may fetch from this one: they have to prove the token."""
+        options = self._options
+        if self._snapshot_fd >= 0 or not self.has_snapshots or options.max_nodes < 2 or options.token is None:
+            return
+        port = endpoints.HeldPort()
+        try:
+            port.renew(self._held_at)
+            self._snapshot_fd, self.snapshot_port = port.listen(), port.number
+        except (HostError, OSError) as error:
+            logger.warning("no other node can fetch snapshots from this one: %s", error)
+        port.release()
+
+    def snapshot_listener(self) -> tuple[int, bytes] | None:
+        if self._snapshot_fd < 0 or self._options.token is None:
+            return None
+        return os.dup(self._snapshot_fd), keys.snapshot_key(self._options.token, self._run_id)
 
     def found(self, sealed: model.Sealed) -> api.RendezvousInfo:
         assert self._client is not None
@@ -223,6 +246,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(protocol.Succeeded(round))
+
+    def report_steps(self, round: int, steps: model.SavedSteps) -> None:
+        self._post(protocol.SnapshotReport(round, steps))
 
     def leaving(self) -> None:
         """The others stop their workers with SIGTERM because of it. If they are sent the same signal as this node, they
@@ -340,9 +366,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._mailbox.put(push)
 
     def _compare_script(self, place: model.Place) -> None:
-        known = self._other_scripts
-        if place.has_other_script(self._facts) and place.script not in known and len(known) < _MAX_SCRIPT_WARNINGS:
-            known.add(place.script)
+        if place.has_other_script(self._facts) and place.script not in self._other_scripts:
+            self._other_scripts.add(place.script)
             logger.warning(
                 "%s on this node differs from the script of node 0 (%s): the nodes run different programs; copy the "
                 "same file to all nodes", self._script, place.master_address
