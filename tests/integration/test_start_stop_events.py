@@ -18,7 +18,7 @@ from holdfast import loop
 from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState, local_workers
 from holdfast.failures.records import Failure
 from holdfast.process import DefaultLogsSpecs, start_processes
-from holdfast.process.spawner import guard
+from holdfast.process.spawner import client, guard
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers import ladder
