@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from holdfast.cli import adopt, bundle, coordinator, dashboard, doctor, logs, stacks, status, stop, submit, token, top
 from holdfast.cli.arguments import parser
-from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE, Option
+from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE
+from holdfast.option import Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
 

@@ -24,6 +24,7 @@ _BASE = {
     "log",
     "log_lines",
     "loop",
+    "option",
     "procfs",
     "progress_board",
     "signals",
@@ -50,6 +51,7 @@ LAYERS = {
     "signals": {"errors"},
     "stdio": {"escape", "text"},
     "log": {"log_lines"},
+    "option": {"frozen"},
     "log_lines": {"escape", "stdio"},
     **{
         name: set()
@@ -77,7 +79,7 @@ REEXPORTS = {"rendezvous/etcd_server.py": {"testing"}}
 
 # Modules that decide and do nothing else: they import data modules and each other.
 _PURE = {
-    "": "errors escape frozen text wire_types",
+    "": "errors escape frozen option text wire_types",
     "agent": "environment lifecycle ranks",
     "failures": "cause records report",
     "hangs": "compare policy",

@@ -160,7 +160,7 @@ def test_a_node_that_comes_too_late_gets_the_outcome(
         with pytest.raises(RendezvousClosedError, match="all workers have succeeded"):
             Caller(late.next_rendezvous).result()
         (line,) = [record.getMessage() for record in caplog.records if "--rdzv-id" in record.getMessage()]
-        assert line.endswith("all workers have succeeded; a new run needs another --rdzv-id")
+        assert line.endswith("all workers have succeeded; this run id cannot be used again")
 
 
 @proves("coordinator.endpoint-run-node-run")

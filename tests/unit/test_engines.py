@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("restored_logger")
 
 PLUG_IN = """
 from holdfast.errors import HostError, UserError
-from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.engines import OWN, Engine
+from holdfast.option import Options, flag, optional, value
 
 jobs = []
 
@@ -27,19 +28,24 @@ def colour(text):
         raise ValueError(f"{text!r} is no colour")
     return text
 
-class Both(Engine):
-    name = "both"
-    options = (EngineOption("--queue NAME", "where it waits", default="main"), EngineOption("--dry", "try it only"),
-               EngineOption("--colour NAME", "its colour", parse=colour))
+class BothOptions(Options):
+    queue = value("--queue NAME", OWN, str, "main", help="where it waits")
+    dry = flag("--dry", OWN, help="try it only")
+    colour = optional("--colour NAME", OWN, colour, help="its colour")
+    words = value("--words OPTIONS", OWN, str, "", help="options of another", takes_dashes=True, joined_by=" ")
 
-    def submit(self, job, settings):
-        jobs.append((job, settings))
-        if settings["queue"] == "broken":
+class Both(Engine[BothOptions]):
+    name = "both"
+    options = BothOptions
+
+    def submit(self, job, settings, *, detach):
+        jobs.append((job, vars(settings) | {"detach": detach}))
+        if settings.queue == "broken":
             raise HostError("the queue is broken")
         return 7
 
     def render(self, job, settings):
-        return f"{settings['queue']}: {job.nnodes}\\n"
+        return f"{settings.queue}: {job.nnodes}\\n"
 
 class Paper(Engine):
     name = "paper"
@@ -95,7 +101,7 @@ def test_a_job_has_the_options_as_typed_and_in_full() -> None:
     assert (job.min_nodes, job.max_nodes, job.nproc_per_node, job.run_id) == (2, 4, "4", "job7")
     assert job.program == ("train", "--lr", "0.1")
     assert (job.directory, job.python) == (os.getcwd(), sys.executable)
-    assert settings == {"detach": False, "queue": "main", "dry": False, "colour": None}
+    assert settings == {"detach": False, "queue": "main", "dry": False, "colour": None, "words": ""}
     read = command_line.read(job.agent_arguments()[1:])
     assert (read.max_restarts, read.tee, read.module, read.training_script) == (3, 3, True, "train")
 
@@ -141,6 +147,13 @@ def test_engine_options_mix_with_those_of_run() -> None:
     job, settings = sys.modules["plugged_engines"].jobs.pop()
     assert (settings["queue"], settings["detach"], settings["dry"]) == ("night", True, True)
     assert job.program == ("x.py", "--dry")
+
+
+@promise("""engines.option-takes-dashes: An option whose value begins with dashes, such as `--sbatch`, takes the next
+    word, and may be given several times.""")
+def test_a_value_may_begin_with_dashes() -> None:
+    _, settings = submitted("--words", "--exclusive", "--words", "--signal=TERM@120 --x", "--nnodes", "2", "x.py")
+    assert settings["words"] == "--exclusive --signal=TERM@120 --x"
 
 
 def test_render_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,10 +27,12 @@ def job_of(args: Any, without: Container[str], python: str, **fields: Any) -> Jo
     join_timeout_s = settings.rows_of("tcp")["join_timeout"].read(rendezvous_settings(args))
     times = {"grace_s": args.shutdown_timeout, "join_timeout_s": join_timeout_s}
     fields |= {name: float(value) for name, value in times.items() if value is not None}
+    is_named = args.rdzv_id not in ("", "none")
     return JobSpec(
         options=tuple(word for name, word in args.given.items() if name not in _FIELDS and name not in without),
         program=(args.training_script, *args.training_script_args),
-        run_id=args.rdzv_id if args.rdzv_id not in ("", "none") else fresh_id(),
+        run_id=args.rdzv_id if is_named else fresh_id(),
+        is_named=is_named,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         nproc_per_node=args.nproc_per_node if "nproc_per_node" in args.given else "",

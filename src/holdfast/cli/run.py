@@ -53,8 +53,8 @@ LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
 
 # Variables of engines: `hosts.engine_detection`, which knows their meaning, is imported only if one of them is set.
 ENGINE_VARIABLES = (
-    "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK", "LSF_PM_TASKID",
-    "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "JOB_COMPLETION_INDEX",
+    "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK", "LSF_PM_TASKID",
+    "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "HOLDFAST_SERVICE",
 )  # fmt: skip
 
 T = TypeVar("T")

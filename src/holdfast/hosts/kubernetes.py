@@ -15,13 +15,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.errors import RUN_CLOSED, UserError
 from holdfast.frozen import changed
-from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.engines import OWN, Engine
 from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
+from holdfast.option import Options, count, optional, positive, value
 
 Tree = dict[str, Any]
 
@@ -41,25 +42,13 @@ _SUBDOMAIN_LENGTH = 253
 _LABEL_RULE = "lower-case letters, digits and '-', beginning with a letter"
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def _quantity(text: str) -> str:
     if _QUANTITY.fullmatch(text) is None:
         raise ValueError(f"{text!r} is not an amount of Kubernetes such as 500m, 8 or 16Gi")
     return text
 
 
-def _named(pattern: re.Pattern[str], rule: str, longest: int) -> Any:
+def _named(pattern: re.Pattern[str], rule: str, longest: int) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if pattern.fullmatch(text) is None or len(text) > longest:
             raise ValueError(f"{text!r} is not a name for Kubernetes: {rule}, at most {longest} characters")
@@ -71,60 +60,70 @@ def _named(pattern: re.Pattern[str], rule: str, longest: int) -> Any:
 _subdomain = _named(_SUBDOMAIN, "lower-case letters, digits, '-' and '.'", _SUBDOMAIN_LENGTH)
 
 
-class Kubernetes(Engine):
+class KubernetesOptions(Options):
+    # fmt: off
+    image = value("--image IMAGE", OWN, str, "", help=
+        "the image of the pods; holdfast and the script are in it (needed)")
+    kind = value("--kind KIND", OWN, str, "job", choices=("job", "jobset", "trainjob"), help=
+        "what to make: job, jobset or trainjob")
+    name = optional("--name NAME", OWN, _named(_LABEL, _LABEL_RULE, _LABEL_LENGTH), help=
+        "the name of the job, and the beginning of its pods' names; that of the script if left out")
+    namespace = optional("--namespace NAME", OWN, help="where to create it; that of kubectl if left out",
+        parse=_named(_NAMESPACE, "lower-case letters, digits and '-'", _LABEL_LENGTH))
+    gpus_per_node = optional("--gpus-per-node N", OWN, positive, help="how many GPUs each pod gets")
+    gpu_resource = value("--gpu-resource NAME", OWN, help="what the cluster calls a GPU", default="nvidia.com/gpu",
+        parse=_named(_RESOURCE, "letters, digits, '-', '.' and one '/'", _SUBDOMAIN_LENGTH))
+    cpu = optional("--cpu AMOUNT", OWN, _quantity, help="how many CPUs each pod needs, as in 8 or 500m")
+    memory = optional("--memory AMOUNT", OWN, _quantity, help=
+        "how much memory each pod needs and may use, as in 64Gi")
+    shm_size = value("--shm-size AMOUNT", OWN, _quantity, "8Gi", help=
+        "the size of /dev/shm, which is memory of the pod")
+    secret = optional("--secret NAME", OWN, _subdomain, help="the Secret whose key `token` is the token of the run")
+    service_account = optional("--service-account NAME", OWN, _subdomain, help=
+        "whose rights the pods have; none if left out")
+    working_dir = optional("--working-dir DIR", OWN, str, help="the directory in the image in which the agents start")
+    python = value("--python PATH", OWN, str, "python3", help="the interpreter in the image")
+    port = value("--port PORT", OWN, positive, str(PORT), help=
+        "the port of the pod of number 0 at which the nodes meet")
+    termination_grace = optional("--termination-grace SECONDS", OWN, positive, help=
+        "how long a pod that is to end may take; longer than --shutdown-timeout, "
+        f"{_GRACE_MARGIN_S} s longer if left out")
+    pod_restarts = value("--pod-restarts N", OWN, count, "3", help=
+        "how often each pod is replaced that was killed (by the kernel for memory, say); evictions do not count")
+    set_restarts = value("--set-restarts N", OWN, count, "0", help=
+        "jobset, trainjob: how often all pods are started again, as a new run, after the run has failed")
+    time_limit = optional("--time-limit SECONDS", OWN, positive, help="end the job after this time")
+    # fmt: on
+
+
+class Kubernetes(Engine[KubernetesOptions]):
     name = "kubernetes"
+    options = KubernetesOptions
     # Where the nodes meet may be given: an etcd, or a coordinator that runs elsewhere.
     decides = ("standalone", "node_rank", "master_addr", "master_port", "local_addr", "rdzv_id")
-    options = (
-        EngineOption("--image IMAGE", "the image of the pods; holdfast and the script are in it (needed)"),
-        EngineOption("--kind KIND", "what to make: job, jobset or trainjob", default="job",
-                     choices=("job", "jobset", "trainjob")),
-        EngineOption("--name NAME", "the name of the job, and the beginning of its pods' names; that of the script if "
-                     "left out", _named(_LABEL, _LABEL_RULE, _LABEL_LENGTH)),
-        EngineOption("--namespace NAME", "where to create it; that of kubectl if left out",
-                     _named(_NAMESPACE, "lower-case letters, digits and '-'", _LABEL_LENGTH)),
-        EngineOption("--gpus-per-node N", "how many GPUs each pod gets", _positive),
-        EngineOption("--gpu-resource NAME", "what the cluster calls a GPU", _named(_RESOURCE, "letters, digits, '-', "
-                     "'.' and one '/'", _SUBDOMAIN_LENGTH), "nvidia.com/gpu"),
-        EngineOption("--cpu AMOUNT", "how many CPUs each pod needs, as in 8 or 500m", _quantity),
-        EngineOption("--memory AMOUNT", "how much memory each pod needs and may use, as in 64Gi", _quantity),
-        EngineOption("--shm-size AMOUNT", "the size of /dev/shm, which is memory of the pod", _quantity, "8Gi"),
-        EngineOption("--secret NAME", "the Secret whose key `token` is the token of the run", _subdomain),
-        EngineOption("--service-account NAME", "whose rights the pods have; none if left out", _subdomain),
-        EngineOption("--working-dir DIR", "the directory in the image in which the agents start"),
-        EngineOption("--python PATH", "the interpreter in the image", default="python3"),
-        EngineOption("--port PORT", "the port of the pod of number 0 at which the nodes meet", _positive, PORT),
-        EngineOption("--termination-grace SECONDS", "how long a pod that is to end may take; longer than "
-                     f"--shutdown-timeout, {_GRACE_MARGIN_S} s longer if left out", _positive),
-        EngineOption("--pod-restarts N", "how often each pod is replaced that was killed (by the kernel for memory, "
-                     "say); evictions do not count", _count, 3),
-        EngineOption("--set-restarts N", "jobset, trainjob: how often all pods are started again, as a new run, after "
-                     "the run has failed", _count, 0),
-        EngineOption("--time-limit SECONDS", "end the job after this time", _positive),
-    )  # fmt: skip
 
-    def render(self, job: JobSpec, settings: Mapping[str, Any]) -> str:
+    def render(self, job: JobSpec, settings: KubernetesOptions) -> str:
         """One List of all documents, as JSON: kubectl reads it as it reads YAML."""
         name = _checked(job, settings)
-        documents = _DOCUMENTS[settings["kind"]](name, job, settings)
+        documents = _DOCUMENTS[settings.kind](name, job, settings)
         return json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}, indent=2) + "\n"
 
-    def advice(self, settings: Mapping[str, Any]) -> str:
-        if not settings["secret"]:
+    def advice(self, settings: KubernetesOptions) -> str:
+        if not settings.secret:
             return "without --secret NAME every pod that can reach this job's pods can join or disturb the run"
-        where = f" --namespace {settings['namespace']}" if settings["namespace"] else ""
-        secret = f"kubectl create secret generic {settings['secret']}{where} --from-file={_TOKEN_KEY}=/dev/stdin"
+        where = f" --namespace {settings.namespace}" if settings.namespace else ""
+        secret = f"kubectl create secret generic {settings.secret}{where} --from-file={_TOKEN_KEY}=/dev/stdin"
         return f"make the token first: holdfast token | {secret}"
 
 
 # --- input --------------------------------------------------------------------------------------------------------
 
 
-def _checked(job: JobSpec, settings: Mapping[str, Any]) -> str:
+def _checked(job: JobSpec, settings: KubernetesOptions) -> str:
     """The name of the job. What the API server or a kubelet would refuse is refused here."""
-    if not settings["image"] or re.search(r"\s", settings["image"]):
-        raise UserError(f"--image IMAGE is needed: the image of the pods, not {settings['image'] or ''!r}")
-    grace_s, shutdown_s = settings["termination_grace"], job.grace_s
+    if not settings.image or re.search(r"\s", settings.image):
+        raise UserError(f"--image IMAGE is needed: the image of the pods, not {settings.image or ''!r}")
+    grace_s, shutdown_s = settings.termination_grace, job.grace_s
     if grace_s is not None and grace_s <= shutdown_s:
         raise UserError(
             f"--termination-grace {grace_s} is not longer than the {shutdown_s:g} s that the workers have to "
@@ -136,19 +135,19 @@ def _checked(job: JobSpec, settings: Mapping[str, Any]) -> str:
     for one, other in (("--rdzv-backend", "--rdzv-endpoint"), ("--rdzv-endpoint", "--rdzv-backend")):
         if one in given and other not in given:
             raise UserError(f"{one} needs {other}; without both, the nodes meet at the pod of number 0")
-    if settings["port"] > 65535:
-        raise UserError(f"--port {settings['port']} is not a port (1 to 65535)")
-    if settings["port"] == (job.health_port or HEALTH_PORT):
-        raise UserError(f"--port {settings['port']} and --health-port are the same; give another one")
-    if settings["set_restarts"] and settings["kind"] == "job":
+    if settings.port > 65535:
+        raise UserError(f"--port {settings.port} is not a port (1 to 65535)")
+    if settings.port == (job.health_port or HEALTH_PORT):
+        raise UserError(f"--port {settings.port} and --health-port are the same; give another one")
+    if settings.set_restarts and settings.kind == "job":
         raise UserError("--set-restarts is for --kind jobset and trainjob; a job starts nothing again")
-    if settings["secret"] and "--token-file" in given:
+    if settings.secret and "--token-file" in given:
         raise UserError("--secret and --token-file are two ways to give the token; leave one out")
     _check_text((*job.options, *job.program, *(value for _, value in job.environment)))
-    _check_text([each for each in settings.values() if isinstance(each, str)])
-    name = settings["name"] or _name_of(job.program[0], is_module="--module" in job.options)
+    _check_text([each for each in vars(settings).values() if isinstance(each, str)])
+    name = settings.name or _name_of(job.program[0], is_module="--module" in job.options)
     # JobSet also counts what Kubernetes adds to the name of each pod.
-    longest = _pod_name(name, job.max_nodes - 1, settings) + ("" if settings["kind"] == "job" else "-abcde")
+    longest = _pod_name(name, job.max_nodes - 1, settings) + ("" if settings.kind == "job" else "-abcde")
     if len(longest) > _LABEL_LENGTH:
         raise UserError(
             f"--name {name}: the pods would be called {longest}, which has {len(longest)} characters, "
@@ -175,22 +174,22 @@ def _name_of(script: str, *, is_module: bool) -> str:
     return name
 
 
-def _pod_name(name: str, index: int, settings: Mapping[str, Any]) -> str:
+def _pod_name(name: str, index: int, settings: KubernetesOptions) -> str:
     """The host name of a pod. JobSet puts the name of the replicated job, and its number, in between."""
-    return f"{name}-{index}" if settings["kind"] == "job" else f"{name}-{_NODE}-0-{index}"
+    return f"{name}-{index}" if settings.kind == "job" else f"{name}-{_NODE}-0-{index}"
 
 
 # --- documents ----------------------------------------------------------------------------------------------------
 
 
-def _job(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
+def _job(name: str, job: JobSpec, settings: KubernetesOptions) -> list[Tree]:
     spec = _job_spec(job, settings, _container(name, job, settings))
     spec["template"]["spec"] = {"subdomain": name, **spec["template"]["spec"]}
     service = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,  # The nodes meet before they are ready.
         "selector": {"batch.kubernetes.io/job-name": name},
-        "ports": [{"name": "rendezvous", "port": settings["port"]}],
+        "ports": [{"name": "rendezvous", "port": settings.port}],
     }
     return [
         _document("v1", "Service", name, settings, service),
@@ -198,12 +197,12 @@ def _job(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
     ]
 
 
-def _jobset(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
+def _jobset(name: str, job: JobSpec, settings: KubernetesOptions) -> list[Tree]:
     spec = _jobset_spec(_job_spec(job, settings, _container(name, job, settings)), settings)
     return [_document("jobset.x-k8s.io/v1alpha2", "JobSet", name, settings, spec)]
 
 
-def _trainjob(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
+def _trainjob(name: str, job: JobSpec, settings: KubernetesOptions) -> list[Tree]:
     """The runtime says how pods are run, the TrainJob what runs in them."""
     container = _container(name, job, settings)
     own = {key: container.pop(key) for key in ("command", "args", "resources") if key in container}
@@ -212,7 +211,7 @@ def _trainjob(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree
         "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     }
     runtime = {"mlPolicy": {"numNodes": job.max_nodes}, "template": {"spec": spec}}
-    trainer = {"numNodes": job.max_nodes, "image": settings["image"], "command": own["command"], "args": own["args"]}
+    trainer = {"numNodes": job.max_nodes, "image": settings.image, "command": own["command"], "args": own["args"]}
     if "resources" in own:
         trainer["resourcesPerNode"] = own["resources"]
     group = "trainer.kubeflow.org"
@@ -226,37 +225,37 @@ def _trainjob(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree
 _DOCUMENTS = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
 
 
-def _document(version: str, kind: str, name: str, settings: Mapping[str, Any], spec: Tree) -> Tree:
-    namespace = {"namespace": settings["namespace"]} if settings["namespace"] else {}
+def _document(version: str, kind: str, name: str, settings: KubernetesOptions, spec: Tree) -> Tree:
+    namespace = {"namespace": settings.namespace} if settings.namespace else {}
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name, **namespace}, "spec": spec}
 
 
-def _jobset_spec(job_spec: Tree, settings: Mapping[str, Any]) -> Tree:
+def _jobset_spec(job_spec: Tree, settings: KubernetesOptions) -> Tree:
     """What ends the Job by its exit code ends the set, too; any other failure may start it again."""
     rule = {"name": "endsForGood", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": settings["set_restarts"], "rules": [rule]},
+        "failurePolicy": {"maxRestarts": settings.set_restarts, "rules": [rule]},
         "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {"spec": job_spec}}],
     }
 
 
-def _job_spec(job: JobSpec, settings: Mapping[str, Any], container: Tree) -> Tree:
+def _job_spec(job: JobSpec, settings: KubernetesOptions, container: Tree) -> Tree:
     """With `--nnodes 2:4` four pods are asked for. Two of them may fail for good, and two that have succeeded are
     enough, because the pods of a run succeed together: the others may wait for a machine for ever."""
     spec: Tree = {
         "completionMode": "Indexed",
         "completions": job.max_nodes,
         "parallelism": job.max_nodes,
-        "backoffLimitPerIndex": settings["pod_restarts"],
+        "backoffLimitPerIndex": settings.pod_restarts,
         "maxFailedIndexes": job.max_nodes - job.min_nodes,
         "podReplacementPolicy": "Failed",  # Never two pods of one name.
         "podFailurePolicy": {"rules": _pod_failure_rules()},
     }
     if job.min_nodes < job.max_nodes:
         spec["successPolicy"] = {"rules": [{"succeededCount": job.min_nodes}]}
-    if settings["time_limit"]:
-        spec["activeDeadlineSeconds"] = settings["time_limit"]
+    if settings.time_limit:
+        spec["activeDeadlineSeconds"] = settings.time_limit
     spec["template"] = {"spec": _pod_spec(job, settings, container)}
     return spec
 
@@ -279,33 +278,33 @@ def _pod_failure_rules() -> list[Tree]:
     ]
 
 
-def _pod_spec(job: JobSpec, settings: Mapping[str, Any], container: Tree) -> Tree:
-    grace_s = settings["termination_grace"] or math.ceil(job.grace_s) + _GRACE_MARGIN_S
-    account = settings["service_account"]
+def _pod_spec(job: JobSpec, settings: KubernetesOptions, container: Tree) -> Tree:
+    grace_s = settings.termination_grace or math.ceil(job.grace_s) + _GRACE_MARGIN_S
+    account = settings.service_account
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace_s,
         "enableServiceLinks": False,  # A service named "master" would set MASTER_PORT.
         **({"serviceAccountName": account} if account else {"automountServiceAccountToken": False}),
         "containers": [container],
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings["shm_size"]}}],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm_size}}],
     }
 
 
-def _container(name: str, job: JobSpec, settings: Mapping[str, Any]) -> Tree:
+def _container(name: str, job: JobSpec, settings: KubernetesOptions) -> Tree:
     health_port = job.health_port or HEALTH_PORT
     command = _command(name, job, settings, health_port)
-    directory, resources = settings["working_dir"], _resources(settings)
+    directory, resources = settings.working_dir, _resources(settings)
     probe = {"httpGet": {"path": "/", "port": health_port}, "timeoutSeconds": 5}
     return {
         "name": _NODE,
-        "image": settings["image"],
+        "image": settings.image,
         **({"workingDir": directory} if directory else {}),
         "command": command[:5],  # The first process of the pod is the agent, so it gets the pod's SIGTERM.
         "args": command[5:],
         "env": _environment(job, settings),
         "ports": [
-            {"name": "rendezvous", "containerPort": settings["port"]},
+            {"name": "rendezvous", "containerPort": settings.port},
             {"name": "health", "containerPort": health_port},
         ],
         "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": _MOST_STARTUP_S // 2},
@@ -315,30 +314,30 @@ def _container(name: str, job: JobSpec, settings: Mapping[str, Any]) -> Tree:
     }
 
 
-def _command(name: str, job: JobSpec, settings: Mapping[str, Any], health_port: int) -> list[str]:
+def _command(name: str, job: JobSpec, settings: KubernetesOptions, health_port: int) -> list[str]:
     ours = ["--node-rank=$(JOB_COMPLETION_INDEX)", "--local-addr=$(POD_IP)"]
     given = {option.partition("=")[0] for option in job.options}
     if "--rdzv-endpoint" not in given:
         first = _pod_name(name, 0, settings)
-        ours += ["--rdzv-backend=tcp", f"--rdzv-endpoint={first}.{name}:{settings['port']}"]
+        ours += ["--rdzv-backend=tcp", f"--rdzv-endpoint={first}.{name}:{settings.port}"]
     if "--resolve-timeout" not in given:
         ours += ["--resolve-timeout=1d"]  # In effect: for as long as --join-timeout.
     if "--exit-barrier-timeout" not in given:
         # The Job counts pods that have succeeded (`successPolicy`), and the coordinator is in one of them.
         ours += [LONG_EXIT_BARRIER]
     ours += [f"--health-port=[::]:{health_port}"]  # The kubelet's probes come from outside.
-    if settings["secret"] and "--require-token" not in given:
+    if settings.secret and "--require-token" not in given:
         ours += ["--require-token"]
     return changed(
         job,
         options=tuple(map(_literal, job.options)),
         program=tuple(map(_literal, job.program)),
         run_id=f"{name}-$(HOLDFAST_JOB_UID)",
-        python=settings["python"],
+        python=settings.python,
     ).agent_command(*ours)
 
 
-def _environment(job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
+def _environment(job: JobSpec, settings: KubernetesOptions) -> list[Tree]:
     def from_pod(name: str, path: str) -> Tree:
         return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
@@ -348,8 +347,8 @@ def _environment(job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
         from_pod("HOLDFAST_HOST_NAME", "spec.nodeName"),  # A machine that is lost repeatedly has to wait.
         *({"name": name, "value": _literal(value)} for name, value in job.environment),
     ]
-    if settings["secret"]:
-        key = {"name": settings["secret"], "key": _TOKEN_KEY}
+    if settings.secret:
+        key = {"name": settings.secret, "key": _TOKEN_KEY}
         variables.append({"name": "HOLDFAST_TOKEN", "valueFrom": {"secretKeyRef": key}})
     return variables
 
@@ -359,9 +358,9 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _resources(settings: Mapping[str, Any]) -> Tree:
+def _resources(settings: KubernetesOptions) -> Tree:
     """Memory that is used beyond the request would make the pod the first one to be evicted, so both are the same."""
-    cpu, memory, gpus = settings["cpu"], settings["memory"], settings["gpus_per_node"]
+    cpu, memory, gpus = settings.cpu, settings.memory, settings.gpus_per_node
     requests = {**({"cpu": cpu} if cpu else {}), **({"memory": memory} if memory else {})}
-    limits = {**({"memory": memory} if memory else {}), **({settings["gpu_resource"]: str(gpus)} if gpus else {})}
+    limits = {**({"memory": memory} if memory else {}), **({settings.gpu_resource: str(gpus)} if gpus else {})}
     return {**({"requests": requests} if requests else {}), **({"limits": limits} if limits else {})}

@@ -22,6 +22,7 @@ from holdfast.hosts.host_agent import AgentOrder, HostAgent
 from holdfast.hosts.ssh import copying, messages
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.client import visitor
+from holdfast.rendezvous.coordinator.launch import JOB_PID_VARIABLE
 
 
 def serve(mark: str, timeout_s: float) -> int:
@@ -92,7 +93,8 @@ class _Remote:
         except OSError as error:
             remedy = "start the command in a directory that all hosts have, or use --copy directory"
             raise UserError(f"cannot use the working directory {directory!r}: {error.strerror}; {remedy}") from None
-        self._agent.start(AgentOrder(order.arguments, directory, order.environment, order.grace_s))
+        environment = {**order.environment, JOB_PID_VARIABLE: str(os.getpid())}
+        self._agent.start(AgentOrder(order.arguments, directory, environment, order.grace_s))
         fetched, is_last = 0, False
         while not is_last:
             _, batch, is_last = self._agent.read(fetched)

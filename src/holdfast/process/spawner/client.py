@@ -34,8 +34,9 @@ _GOODBYE_PATIENCE_S = procfs.KILL_PATIENCE_S + 1.0
 
 # The file for the report of this node. An engine sets it, to show one report for all nodes.
 REPORT_FILE_VARIABLE = "HOLDFAST_REPORT_FILE"
+BRIEF_VARIABLE = "HOLDFAST_BRIEF"  # Set if another agent of the run writes the report to the same console.
 # What is the agent's alone. Neither spawner nor worker gets these.
-SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", REPORT_FILE_VARIABLE.encode())
+SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", REPORT_FILE_VARIABLE.encode(), BRIEF_VARIABLE.encode())
 # As a rule these say in which file the token is, which the program may use, too.
 _SECRETS_OR_PATHS = (b"KUBEFLOW_TRAINER_SERVER_TOKEN", b"KUBEFLOW_TRAINER_STATUS_TOKEN")
 
