@@ -1,7 +1,8 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld, and two slurmd.
 
-Each node has a network, a host name and an /etc/hosts of its own (namespaces), with a cable between the two. The
-controller runs on the first. Everything is in one directory, found by SLURM_CONF, and ends with the `with` block.
+Each node has a network, a host name and an /etc/hosts of its own (namespaces), and so has a login host, which has no
+slurmd; there the cables of the nodes meet. The controller runs on the first node. Everything is in one directory, found
+by SLURM_CONF, and ends with the `with` block.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests import support
 
 NODES = ("node1", "node2")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+LOGIN = 2  # For `Cluster.on`.
 TOOLS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scancel", "unshare", "nsenter", "ip")
 _DEADLINE_S = 60.0
 
@@ -64,13 +66,13 @@ ip link set lo up
 echo ready
 exec sleep infinity
 """
-# In the first host, with the second one's process.
+# In the login host.
+_SWITCH = "ip link add switch type bridge && ip addr add 10.77.0.3/24 dev switch && ip link set switch up"
 _CABLE = """
 set -e
-ip link add cable type veth peer name cable netns {other_pid}
-ip addr add {address}/24 dev cable
-ip link set cable up
-nsenter -t {other_pid} --net sh -c 'ip addr add {other}/24 dev cable && ip link set cable up'
+ip link add {name} type veth peer name cable netns {pid}
+ip link set {name} master switch up
+nsenter -t {pid} --net sh -c 'ip addr add {address}/24 dev cable && ip link set cable up'
 """
 
 
@@ -110,11 +112,14 @@ class Cluster:
 
     def start(self) -> None:
         self._write_files()
-        for name in NODES:
+        for name in (*NODES, "login"):
             self._start_host(name)
-        address, other = ADDRESSES
-        cable = _CABLE.format(other_pid=self._hosts[1].pid, address=address, other=other)
-        subprocess.run([*self.on(), "sh", "-c", cable], check=True, timeout=_DEADLINE_S)
+        cables = [
+            _CABLE.format(name=name, pid=host.pid, address=address)
+            for name, host, address in zip(NODES, self._hosts, ADDRESSES, strict=False)
+        ]
+        for script in (_SWITCH, *cables):
+            subprocess.run([*self.on(LOGIN), "sh", "-c", script], check=True, timeout=_DEADLINE_S)
         files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log",
                  "seed-file": "munge.seed"}  # fmt: skip
         munge = [f"--{option}={self.home / file}" for option, file in files.items()]
@@ -123,9 +128,9 @@ class Cluster:
         self._start_daemon(0, "slurmctld", "-D")
         for number, name in enumerate(NODES):
             self._start_daemon(number, "slurmd", "-D", "-N", name)
-        support.wait_until(self._is_idle, "both nodes are idle", _DEADLINE_S)
+        support.wait_until(self.is_idle, "both nodes are idle", _DEADLINE_S)
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         try:
             return self.ask("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle", "idle"]
         except AssertionError:
@@ -141,7 +146,7 @@ class Cluster:
         (self.home / "slurm.conf").write_text(_CONFIGURATION.format(**names))
         (self.home / "gres.conf").write_text(f"NodeName=node[1-2] Name=gpu File={self.home}/gpu[0-1]\n")
         (self.home / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
-        (self.home / "hosts").write_text(f"127.0.0.1 localhost\n{address} node1\n{other} node2\n")
+        (self.home / "hosts").write_text(f"127.0.0.1 localhost\n{address} node1\n{other} node2\n10.77.0.3 login\n")
         for number in range(2):
             (self.home / f"gpu{number}").touch()
 

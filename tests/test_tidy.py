@@ -83,7 +83,7 @@ _PURE = {
     "agent": "environment lifecycle ranks",
     "failures": "cause records report",
     "hangs": "compare policy",
-    "hosts": "agent_fleet engine_detection host_lines job kubernetes own_lines",
+    "hosts": "agent_fleet engine_detection host_lines job kubernetes_manifest own_lines",
     "hosts/ssh": "command host_list messages",
     "observe": "log_tail",
     "process": "torch_store",

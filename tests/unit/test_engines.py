@@ -123,6 +123,14 @@ def test_the_environment_becomes_part_of_the_job(monkeypatch: pytest.MonkeyPatch
     assert (job.nnodes, sorted(job.options)) == ("3", ["--clean-shm", "--lease=9s", "--max-restarts=0"])
 
 
+@promise("engines.env-every-engine: `--env` sets variables for agents and workers on every engine.")
+def test_variables_are_part_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", "x y")
+    job, _ = submitted("--env", "A=1,,2", "--env", "HERE", "x.py")
+    assert job.environment == (("A", "1,2"), ("HERE", "x y"))
+    assert job.options == ()
+
+
 def test_the_times_of_a_job() -> None:
     job, _ = submitted("x.py")
     assert (job.grace_s, job.join_timeout_s) == (30, 600)
@@ -171,10 +179,9 @@ def test_options_that_the_engine_decides(capsys: pytest.CaptureFixture[str], opt
 
 
 @promise("""engines.unknown-asked-broken-plug: An unknown engine, one that cannot do what is asked, a broken plug-in,
-    options that the engine decides and those of hosts by ssh (`--hosts`, `--copy`, `--env`) are refused in one
-    line.""")
+    options that the engine decides and those of hosts by ssh (`--hosts`, `--copy`) are refused in one line.""")
 @pytest.mark.parametrize("engine", ["kubernetes", "paper", "slurm"])
-@pytest.mark.parametrize("option", ["--hosts=a,b", "--copy=script", "--env=A=1", "--hostfile=x", "--ssh=x"])
+@pytest.mark.parametrize("option", ["--hosts=a,b", "--copy=script", "--hostfile=x", "--ssh=x"])
 def test_options_of_hosts_by_ssh(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str, option: str
 ) -> None:
@@ -202,7 +209,7 @@ def test_options_of_hosts_by_ssh(
         (("x.py", "--on", "both"), "there is no engine 'x.py'; the engines are: "),
         (("--nnodes", "2", "x.py", "--on", "both"), "the engine comes first, as in `holdfast submit both`; known: "),
         (("--nnodes", "2", "x.py"), "the engine comes first, as in `holdfast submit both`; known: both, "),
-        ((), "the engine comes first, as in `holdfast submit both`; known: both, ray, slurm"),
+        ((), "the engine comes first, as in `holdfast submit both`; known: both, kubernetes, ray, slurm"),
         (("both",), "a script to run is required"),
         (("both", "--queu", "x", "x.py"), "unknown option --queu; did you mean --queue?"),
         (("both", "--colour", "green", "x.py"), "--colour: 'green' is no colour"),

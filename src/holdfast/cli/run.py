@@ -29,7 +29,7 @@ from holdfast.errors import UserError
 from holdfast.frozen import frozen
 from holdfast.log import Logger
 from holdfast.process import devices, errors
-from holdfast.process.spawner.client import REPORT_FILE_VARIABLE
+from holdfast.process.spawner.client import REPORT_FILE_VARIABLE, SUCCESS_FILE_VARIABLE
 
 if TYPE_CHECKING:
     import argparse
@@ -507,6 +507,11 @@ def command(args: Sequence[str] | None = None, run_it: Callable[[Sequence[str] |
         from holdfast.cli import exit_status
 
         return exit_status.explain(error)
+    if path := os.environ.get(SUCCESS_FILE_VARIABLE):
+        try:
+            open(path, "w").close()
+        except OSError:
+            pass  # This node cannot reach the directory. Another one may.
     return 0
 
 

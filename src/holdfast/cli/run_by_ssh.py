@@ -24,7 +24,6 @@ from holdfast.process.spawner import client
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.membership import keys
 from holdfast.signals import SIGNALS_VARIABLE
-from holdfast.telemetry.redaction import is_secret_name
 
 log = Logger(__name__)
 
@@ -47,7 +46,7 @@ def run(args: Any) -> None:
         args.nnodes = str(len(hosts))
     own = {option.dest for option in OPTIONS if option.group == HOSTS}
     python = args.remote_python or sys.executable
-    job = job_of(args, own | _SETTLED, python, environment=_environment(args))
+    job = job_of(args, own | _SETTLED, python)
     if job.min_nodes > len(hosts):
         listed = counted(len(hosts), "host")
         raise UserError(f"--nnodes {args.nnodes} needs {job.min_nodes} hosts, and the list has {listed}")
@@ -119,23 +118,6 @@ def _ssh(args: Any) -> tuple[str, ...]:
         remedy = "install an ssh client, or name one with --ssh" if words == ["ssh"] else "see --ssh"
         raise UserError(f"there is no {words[0]!r} on PATH: {remedy}")
     return tuple(words)
-
-
-def _environment(args: Any) -> tuple[tuple[str, str], ...]:
-    variables = {}
-    for word in args.env or ():
-        name, equals, value = word.partition("=")
-        if not name.replace("_", "a").isalnum() or name[0].isdecimal():
-            raise UserError(f"--env {word!r}: {name!r} is not the name of a variable")
-        if not equals and name not in os.environ:
-            raise UserError(f"--env {name}: the variable is not set here; give it a value, as in --env {name}=VALUE")
-        variables[name] = value if equals else os.environ[name]
-        if equals and is_secret_name(name) and "--env" not in {each.flags[-1] for each in args.from_environment}:
-            remedy = f"export {name}, and give --env {name}"
-            log.warning(
-                "--env %s=...: other users of this host can read the value in this command line; %s", name, remedy
-            )
-    return tuple(variables.items())
 
 
 # What follows from it.

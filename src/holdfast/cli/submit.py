@@ -68,8 +68,8 @@ def render(argv: Sequence[str]) -> int:
         job, settings, _ = read(engine, tokens, Options)
         console.print_out(engine.render(job, settings))
         sys.stdout.flush()
-        if advice := engine.advice(settings):
-            log.info("%s", advice)
+        for line in engine.advice(job, settings):
+            log.info("%s", line)
         return 0
 
     return _reported("render", show)
@@ -144,13 +144,13 @@ def read(engine: Engine[O], tokens: Sequence[str], common: type[C]) -> tuple[Job
             flag = args.given[name].partition("=")[0]
             raise UserError(f"{flag}: {engine.name} decides that itself; leave the option out")
     for option in OPTIONS:
-        if option.group == HOSTS and option.dest in args.given:
+        if option.group == HOSTS and option.dest in args.given and option.dest != "env":
             reason = (
                 f"is for hosts that `holdfast run --hosts` reaches by ssh, and {engine.name} starts the agents itself"
             )
             named = option.variable if option in args.from_environment else option.flags[-1]
             raise UserError(f"{named} {reason}; leave it out")
-    job = job_of(args, own, sys.executable)
+    job = job_of(args, own | {"env"}, sys.executable)
     return job, _values(engine.options, args), _values(common, args)
 
 

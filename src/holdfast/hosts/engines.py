@@ -51,9 +51,9 @@ class Engine(Generic[O]):
         """The text (a batch script, a manifest) that starts the job when it is given to the engine."""
         raise NotImplementedError
 
-    def advice(self, settings: O) -> str:
-        """One line for the user about the text that `render` has made, or nothing."""
-        return ""
+    def advice(self, job: JobSpec, settings: O) -> list[str]:
+        """Lines for the user about the text that `render` has made."""
+        return []
 
     @classmethod
     def can(cls, what: str) -> bool:

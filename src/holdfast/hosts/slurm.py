@@ -35,6 +35,7 @@ from holdfast.hosts.own_lines import PREFIX_VARIABLE, prefix_template
 from holdfast.log import Logger
 from holdfast.option import Options, optional, value
 from holdfast.process.output.lines import HeldLine
+from holdfast.process.spawner.client import SUCCESS_FILE_VARIABLE
 
 log = Logger(__name__)
 
@@ -181,19 +182,21 @@ def _body(job: JobSpec, settings: SlurmOptions) -> Iterator[str]:
         srun.append("--no-kill")
     if settings.cpus_per_node:
         srun.append(f"--cpus-per-task={_quoted(settings.cpus_per_node)}")
-    if job.max_nodes > 1 and "--token-file" not in given:
+    if job.max_nodes > 1:
         yield ""
-        yield "# A secret that keeps others out of the run, if all nodes can read this directory."
-        yield 'if [ -z "${HOLDFAST_TOKEN:-}" ]; then'
-        yield '    if private=$(mktemp -d "$PWD/.holdfast-XXXXXXXXXX"); then'
-        yield """        trap 'rm -rf "$private"' EXIT"""
-        yield '        token="$private/token"'
-        yield f'        (umask 077 && set -C && {holdfast} token > "$token")'
-        yield '        if [ -s "$token" ] && srun test -r "$token"; then'
-        yield '            export PET_TOKEN_FILE="$token"'
-        yield "        fi"
-        yield "    fi 2> /dev/null"
-        yield "fi"
+        yield "# What the nodes share, if all of them can reach this directory: a secret that keeps others out of the"
+        yield "# run, and whether the run has succeeded; srun would report an agent that was lost on the way."
+        yield 'if private=$(mktemp -d "$PWD/.holdfast-XXXXXXXXXX"); then'
+        yield """    trap 'rm -rf "$private"' EXIT"""
+        yield f'    export {SUCCESS_FILE_VARIABLE}="$private/succeeded"; token="$private/token"'
+        if "--token-file" not in given:
+            yield '    if [ -z "${HOLDFAST_TOKEN:-}" ]; then'
+            yield f'        (umask 077 && set -C && {holdfast} token > "$token")'
+            yield '        if [ -s "$token" ] && srun test -r "$token"; then'
+            yield '            export PET_TOKEN_FILE="$token"'
+            yield "        fi"
+            yield "    fi"
+        yield "fi 2> /dev/null"
     own = {f"--rdzv-id={job.run_id}": '"--rdzv-id=$run_id"'}
     patience = []
     if job.min_nodes == job.max_nodes and "--exit-barrier-timeout" not in given:
@@ -215,6 +218,8 @@ def _body(job: JobSpec, settings: SlurmOptions) -> Iterator[str]:
     yield "agents=$!"
     yield 'wait "$agents"; code=$?'
     yield 'while kill -0 "$agents" 2> /dev/null; do wait "$agents"; code=$?; done'
+    if job.max_nodes > 1:
+        yield f'[ ! -e "${{{SUCCESS_FILE_VARIABLE}:-}}" ] || code=0'
     yield f'echo "{_LAST_LINE.format("$SLURM_JOB_ID")}$code"'
     yield 'exit "$code"'
 
