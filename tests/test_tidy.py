@@ -100,8 +100,8 @@ PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for
 DATA_MODULES = {
     "__future__", "_collections", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
     "hashlib", "heapq",
-    "hmac", "inspect", "itertools", "json", "math", "msgspec", "msgspec.msgpack", "operator", "re", "signal", "string",
-    "struct", "types", "typing", "zlib",
+    "hmac", "inspect", "itertools", "json", "math", "msgspec", "msgspec.msgpack", "operator", "re", "shlex",
+    "signal", "string", "struct", "types", "typing", "zlib",
     # What pure modules take from these is data.
     "holdfast.agent.model", "holdfast.hosts.engines", "holdfast.process.output.log_files",
 }  # fmt: skip

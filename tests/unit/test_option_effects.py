@@ -228,9 +228,11 @@ def test_no_effect_is_of_an_option_that_is_gone() -> None:
 
 
 # The option's text, what is seen in the job, and what is expected there.
-HOST_EFFECTS: dict[str, tuple[str, Callable[[HostsJob], object], object]] = {
+HOST_EFFECTS: dict[str, tuple[str | None, Callable[[HostsJob], object], object]] = {
     "hosts": ("a,b:3", lambda j: j.hosts, (Host("a"), Host("b", 3))),
     "hostfile": ("hosts", lambda j: j.hosts, (Host("c", 2),)),
+    "host_discovery": ("echo d:2", lambda j: (j.hosts, j.discover is not None), ((Host("d", 2),), True)),
+    "rejoin_hosts": (None, lambda j: j.rejoins, True),
     "remote_python": ("/opt/python", lambda j: j.job.python, "/opt/python"),
     "env": ("A=1,OMP_NUM_THREADS", lambda j: j.job.environment, (("A", "1"), ("OMP_NUM_THREADS", "1"))),
     "copy": ("script", lambda j: j.archive is not None, True),
@@ -243,7 +245,7 @@ HOST_EFFECTS: dict[str, tuple[str, Callable[[HostsJob], object], object]] = {
 def test_every_option_for_hosts_has_its_effect(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_text("c slots=2")
     text, seen, expected = HOST_EFFECTS[name]
-    besides = [] if name in ("hosts", "hostfile") else ["--hosts=x"]
+    besides = {"hosts": [], "hostfile": [], "host_discovery": ["--nnodes=1:2"]}.get(name, ["--hosts=x"])
     assert seen(job_of([*besides, flag_of(name, text)], monkeypatch)) == expected
     assert seen(job_of(["--hosts=x"], monkeypatch)) != expected
 

@@ -491,7 +491,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run a command line from Python. Returns when the run has succeeded, and raises what went wrong."""
     parsed = command_line.read(sys.argv[1:] if args is None else args)
     console.set_up(quiet=parsed.quiet, verbose=parsed.verbose)
-    if parsed.hosts is None and parsed.hostfile is None:
+    if parsed.hosts is None and parsed.hostfile is None and parsed.host_discovery is None:
         run(parsed)
         return
     from holdfast.cli import run_by_ssh

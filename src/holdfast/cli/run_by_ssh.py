@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from holdfast import loop
@@ -24,10 +26,12 @@ from holdfast.process.spawner import client
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.membership import keys
 from holdfast.signals import SIGNALS_VARIABLE
+from holdfast.text import last_line
 
 log = Logger(__name__)
 
 _HOSTFILE_BYTES = 1 << 20
+_DISCOVERY_S = 30.0
 _LONGEST_TIMEOUT_S = 86400.0  # The waits of ssh and of the system have limits, too.
 # Options that each agent gets as this command settles them.
 _SETTLED = {"rdzv_backend", "rdzv_endpoint"}
@@ -65,7 +69,8 @@ def run(args: Any) -> None:
         ssh.HostsJob(
             job=job,
             hosts=hosts,
-            options=tuple(_options_of(args, job, backend, number, host) for number, host in enumerate(hosts)),
+            options=_options_of(args, job, backend),
+            gives_ranks=backend in local.DEFAULT_PORTS,
             place_options=(f"--rdzv-conf={','.join(filter(None, [_OWN_CONFIG, args.rdzv_conf]))}",),
             needs_place=backend in _AT_COORDINATOR and not place,
             place=place,
@@ -73,6 +78,8 @@ def run(args: Any) -> None:
             ssh=ssh_command,
             host_timeout_s=args.host_timeout,
             archive=archive,
+            rejoins=args.rejoin_hosts,
+            discover=partial(_discovered, args.host_discovery) if args.host_discovery is not None else None,
         )
     )
 
@@ -81,8 +88,14 @@ def run(args: Any) -> None:
 
 
 def _hosts(args: Any) -> tuple[host_list.Host, ...]:
-    if args.hosts is not None and args.hostfile is not None:
-        raise UserError("--hosts and --hostfile exclude each other")
+    given = [flag for flag, value in (("--hosts", args.hosts), ("--hostfile", args.hostfile),
+                                      ("--host-discovery", args.host_discovery)) if value is not None]  # fmt: skip
+    if len(given) > 1:
+        raise UserError(f"{given[0]} and {given[1]} exclude each other")
+    if args.host_discovery is not None:
+        if "nnodes" not in args.given:
+            raise UserError("--host-discovery needs --nnodes MIN:MAX: the number of hosts may change")
+        return _discovered(args.host_discovery)
     if args.hosts is not None:
         return host_list.parse_hosts(args.hosts)
     try:
@@ -95,6 +108,20 @@ def _hosts(args: Any) -> tuple[host_list.Host, ...]:
         raise UserError(f"--hostfile {args.hostfile!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"--hostfile {args.hostfile!r} is not a text file") from None
+
+
+def _discovered(script: str) -> tuple[host_list.Host, ...]:
+    """The hosts that the script prints."""
+    where = f"--host-discovery {script!r}"
+    try:
+        done = subprocess.run(shlex.split(script), capture_output=True, text=True, timeout=_DISCOVERY_S)
+    except OSError as error:
+        raise UserError(f"{where} cannot be started: {error.strerror}") from None
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        raise UserError(f"{where}: {error}") from None
+    if done.returncode:
+        raise UserError(f"{where} ended with exit code {done.returncode}: {last_line(done.stderr)}")
+    return host_list.parse_lines(where, done.stdout)
 
 
 def _check(args: Any) -> None:
@@ -146,15 +173,10 @@ def _place(args: Any, backend: str, max_nodes: int) -> str:
     return endpoints.parse_rendezvous_endpoint(args.rdzv_endpoint.partition(",")[0].rpartition("://")[2], 0)[0]
 
 
-def _options_of(args: Any, job: JobSpec, backend: str, number: int, host: host_list.Host) -> tuple[str, ...]:
-    """Those of one host. A host beyond the largest number of nodes stands by, without a rank."""
+def _options_of(args: Any, job: JobSpec, backend: str) -> tuple[str, ...]:
     words = [f"--rdzv-backend={backend}"] if backend else []
     if args.rdzv_endpoint:
         words.append(f"--rdzv-endpoint={args.rdzv_endpoint}")
-    if backend in local.DEFAULT_PORTS and number < job.max_nodes:
-        words.append(f"--node-rank={number}")
-    if host.slots is not None:
-        words.append(f"--nproc-per-node={host.slots}")
     return (*words, *job.prefix_options)
 
 

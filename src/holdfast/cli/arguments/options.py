@@ -243,6 +243,11 @@ class RunArguments(Options):
         "out), and end all of them with this command. docs/ssh.md tells more.")
     hostfile = optional("--hostfile FILE", HOSTS, str, in_full=True, help=
         "The same with a host a line, as in `node1 slots=8`. A # begins a comment.")
+    host_discovery = optional("--host-discovery COMMAND", HOSTS, str, in_full=True, help=
+        "A command that prints the hosts as a hostfile has them. It is asked again every 5 seconds: new hosts join "
+        "while --nnodes MIN:MAX has room, and those that are missing leave.")
+    rejoin_hosts = flag("--rejoin-hosts", HOSTS, in_full=True, help=
+        "Connect again to a host that was lost, later each time, and let it join the run again; three times at most.")
     remote_python = optional("--remote-python PATH", HOSTS, str, in_full=True, help=
         "The Python interpreter on the hosts. Left out, it has the path of this command's.")
     env = optional("--env NAME[=VALUE],...", HOSTS, texts, in_full=True, joined_by=",", help=
