@@ -350,7 +350,11 @@ class AgentFleet:
             self._hosts[host.host_id].host = host
         for vanished in [each for each in known.values() if each.state in _WITH_AGENT]:
             yield from self._cut([vanished])
-            yield from self._lose(Lost(vanished.host.host_id, "the engine has lost the host"), vanished, now)
+            yield from self._lose(Lost(vanished.host.host_id, self._missing), vanished, now)
+
+    @property
+    def _missing(self) -> str:
+        return "it is not in the list of hosts any more" if self._settings.is_fixed else "the engine has lost the host"
 
     @property
     def _accepts(self) -> bool:

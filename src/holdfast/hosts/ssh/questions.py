@@ -34,6 +34,7 @@ class Questions:
         self._wake = wake
         self._own = AgentStatus(run_id, host=os.uname().nodename, started=time.time(), phase="connecting")
         self._began = time.monotonic()
+        self._told: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._count = 0
         self._unsent: deque[tuple[int, bytes]] = deque()
@@ -51,11 +52,11 @@ class Questions:
     # In threads.
 
     def _status(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """That of an agent of the run, in the name of this process."""
-        try:
-            told: dict[str, Any] = self._result(request, _STATUS_S)
-        except HostError:
-            told = {**plain(self._own), "age_s": time.monotonic() - self._began}
+        """That of an agent of the run, in the name of this process. An answer may be behind much output; then the last
+        one counts."""
+        with contextlib.suppress(HostError):
+            self._told = self._result(request, _STATUS_S)
+        told = self._told or {**plain(self._own), "age_s": time.monotonic() - self._began}
         return {**told, "pid": os.getpid()}
 
     def _passed_on(self, request: Mapping[str, Any]) -> Any:
