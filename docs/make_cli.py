@@ -9,7 +9,21 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli import adopt, bundle, coordinator, dashboard, doctor, logs, stacks, status, stop, submit, token, top
+from holdfast.cli import (
+    adopt,
+    attach,
+    bundle,
+    coordinator,
+    dashboard,
+    doctor,
+    logs,
+    stacks,
+    status,
+    stop,
+    submit,
+    token,
+    top,
+)
 from holdfast.cli.arguments import parser
 from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE
 from holdfast.option import Option
@@ -114,7 +128,7 @@ def document() -> str:
     examples = "\n\n".join(parser.EXAMPLES)
     parsers = [
         each.get_parser
-        for each in (adopt, coordinator, token, status, top, dashboard, logs, stop, stacks, doctor, bundle)
+        for each in (adopt, coordinator, token, status, top, dashboard, logs, attach, stop, stacks, doctor, bundle)
     ]
     engines = (submit.get_submit_parser, submit.get_render_parser)
     pages = [_page(get()) for get in (*engines, *parsers[:4], status.get_ps_parser, *parsers[4:])]

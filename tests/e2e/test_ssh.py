@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.observe import ask
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast, Running
 from tests.e2e.terminal import terminal
@@ -558,3 +559,38 @@ def test_a_host_that_cannot_be_reached_is_not_waited_for(cluster: Ssh) -> None:
     script = cluster.holdfast.script("print('done')")
     ended = cluster.run("--hosts=node1,nowhere", "--nnodes=1:2", "--last-call=10m", script)
     assert (ended.code, ended.lines) == (0, ["[node1:0] done"]), ended
+
+
+@promise("""ssh.detach-attach: With `--detach` the command returns when the agents have been started, and the run goes
+    on; `holdfast attach` shows its output and ends with its exit code. A run that cannot start is an error at once.""")
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_run_that_goes_on_without_its_terminal(cluster: Ssh, is_stopped: bool) -> None:
+    environ = {**os.environ, **cluster.holdfast.environment()}
+    program = ("job.py", str(cluster.mailbox), str(cluster.done), "wait")
+    started = cluster.holdfast.start(
+        *cluster.command[2:], "--detach", "--rdzv-id=job7", *program, command=(COMMAND, "run")
+    )
+    assert started.process.wait(60) == 0, started.so_far()
+    assert "`holdfast attach job7` shows it, and `holdfast stop job7` ends it" in started.so_far().err
+    pids = cluster.pids(2)
+    owner = min(agent.pid for agent in ask.find()[0] if agent.status.run_id == "job7")
+    attach = [COMMAND, "attach", str(owner)]
+    with subprocess.Popen(attach, stdout=subprocess.PIPE, env=environ, cwd=cluster.holdfast.directory) as attached:
+        assert attached.stdout is not None
+        assert b"2 hosts connected" in attached.stdout.readline()
+        if is_stopped:
+            subprocess.run([COMMAND, "stop", str(owner)], check=True, env=environ, timeout=60)
+        cluster.done.touch()
+        out, _ = attached.communicate(timeout=60)
+    assert (attached.returncode, out.count(b"] done ")) == ((94, 0) if is_stopped else (0, 2)), out
+    assert support.survivors(pids.values()) == []
+    support.wait_until(lambda: not support.marked(cluster.holdfast.mark), "nothing is left")
+
+
+@proves("ssh.detach-attach")
+def test_a_detached_run_that_cannot_start(cluster: Ssh) -> None:
+    ended = cluster.run("--hosts=node1,[::1", "--detach", cluster.holdfast.script("pass"))
+    assert ended.code == 2
+    cluster.servers.enter("nowhere", "HostName 127.0.0.1", f"Port {support.free_port()}")
+    ended = cluster.run("--hosts=nowhere", "--detach", cluster.holdfast.script("pass"))
+    assert (ended.code, "nowhere: connection refused" in ended.err) == (1, True), ended

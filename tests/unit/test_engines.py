@@ -228,7 +228,7 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tokens: tup
         ((), "the engine comes first, as in `holdfast render both`; known: both, kubernetes, paper, slurm"),
         (("--nnodes", "2", "both", "x.py"), "the engine comes first, as in `holdfast render both`; known: "),
         (("both",), "a script to run is required"),
-        (("both", "--detach", "x.py"), "unknown option --detach"),
+        (("both", "--detach", "x.py"), "--detach is for hosts that `holdfast run --hosts` reaches by ssh"),
     ],
 )
 def test_wrong_input_to_render(capsys: pytest.CaptureFixture[str], tokens: tuple[str, ...], words: str) -> None:

@@ -112,7 +112,7 @@ def test_names_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """The long spelling counts, and some options have none."""
     assert (BY_NAME["module"].variable, BY_NAME["redirects"].variable) == ("PET_MODULE", "PET_REDIRECTS")
     without = [option.name for option in OPTIONS if option.variable is None]
-    assert without == ["numa_binding", "logs_specs", "quiet", "verbose"]
+    assert without == ["numa_binding", "detach", "logs_specs", "quiet", "verbose"]
     for name in without:
         monkeypatch.setenv(f"PET_{name.upper()}", "1")
         assert getattr(parse("x.py"), name) == BY_NAME[name].default_value

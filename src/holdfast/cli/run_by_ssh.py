@@ -32,6 +32,8 @@ log = Logger(__name__)
 
 _HOSTFILE_BYTES = 1 << 20
 _DISCOVERY_S = 30.0
+_DETACHED_VARIABLE = "HOLDFAST_DETACHED"  # A descriptor, to tell that the agents have been started, and the output.
+_READY = b"1"
 _LONGEST_TIMEOUT_S = 86400.0  # The waits of ssh and of the system have limits, too.
 # Options that each agent gets as this command settles them.
 _SETTLED = {"rdzv_backend", "rdzv_endpoint"}
@@ -63,7 +65,11 @@ def run(args: Any) -> None:
     if archive is not None and archive.script:
         script = f"./{archive.script}" if args.no_python else archive.script
         job = changed(job, program=(script, *args.training_script_args))
+    if args.detach:
+        _detach(args, job)
+        return
     os.environ[SIGNALS_VARIABLE] = args.signals_to_handle
+    ready_fd, _, output = os.environ.pop(_DETACHED_VARIABLE, "").partition(":")
 
     ssh.run(
         ssh.HostsJob(
@@ -79,9 +85,39 @@ def run(args: Any) -> None:
             host_timeout_s=args.host_timeout,
             archive=archive,
             rejoins=args.rejoin_hosts,
+            when_started=partial(os.write, int(ready_fd), _READY) if ready_fd else None,
+            output=output,
             discover=partial(_discovered, args.host_discovery) if args.host_discovery is not None else None,
         )
     )
+
+
+def _detach(args: Any, job: JobSpec) -> None:
+    """The same command in a session of its own. Returns when it has started the agents, and ends with it otherwise."""
+    path = os.path.join(job.directory, f"holdfast-{job.run_id}.out")
+    words = [word for name, word in args.given.items() if name not in ("detach", "rdzv_id")]
+    own = [f"--rdzv-id={job.run_id}", "--", args.training_script, *args.training_script_args]
+    reader, writer = os.pipe()
+    environ = {**os.environ, _DETACHED_VARIABLE: f"{writer}:{path}"}
+    with open(path, "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "holdfast", "run", *words, *own], stdin=subprocess.DEVNULL, stdout=output,
+            stderr=output, start_new_session=True, pass_fds=[writer], env=environ,
+        )  # fmt: skip
+    os.close(writer)
+    try:
+        is_started = loop.call_interruptibly(os.read, reader, 1) == _READY
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        os.close(reader)
+    if not is_started:
+        code = process.wait()
+        with open(path, encoding="utf-8", errors="replace") as file:
+            raise ssh.HostsFailed(code or 1, file.read())
+    log.info("run %s goes on in the background; its output goes to %s", job.run_id, path)
+    log.info("`holdfast attach %s` shows it, and `holdfast stop %s` ends it", job.run_id, job.run_id)
 
 
 # What the user has given.

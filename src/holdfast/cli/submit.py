@@ -144,7 +144,7 @@ def read(engine: Engine[O], tokens: Sequence[str], common: type[C]) -> tuple[Job
             flag = args.given[name].partition("=")[0]
             raise UserError(f"{flag}: {engine.name} decides that itself; leave the option out")
     for option in OPTIONS:
-        if option.group == HOSTS and option.dest in args.given and option.dest != "env":
+        if option.group == HOSTS and option.dest in args.given and option.dest not in own | {"env"}:
             reason = (
                 f"is for hosts that `holdfast run --hosts` reaches by ssh, and {engine.name} starts the agents itself"
             )

@@ -248,6 +248,9 @@ class RunArguments(Options):
         "while --nnodes MIN:MAX has room, and those that are missing leave.")
     rejoin_hosts = flag("--rejoin-hosts", HOSTS, in_full=True, help=
         "Connect again to a host that was lost, later each time, and let it join the run again; three times at most.")
+    detach = flag("--detach", HOSTS, in_full=True, in_environment=False, help=
+        "Return once the agents have been started. The run goes on in the background; its output goes to a file in the "
+        "working directory, and `holdfast attach` shows it.")
     remote_python = optional("--remote-python PATH", HOSTS, str, in_full=True, help=
         "The Python interpreter on the hosts. Left out, it has the path of this command's.")
     env = optional("--env NAME[=VALUE],...", HOSTS, texts, in_full=True, joined_by=",", help=

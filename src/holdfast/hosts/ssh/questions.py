@@ -30,8 +30,8 @@ _ANSWER_S = 30.0
 
 
 class Questions:
-    def __init__(self, run_id: str, wake: Callable[[], None]) -> None:
-        self._wake = wake
+    def __init__(self, run_id: str, output: str, wake: Callable[[], None]) -> None:
+        self._wake, self._output = wake, output
         self._own = AgentStatus(run_id, host=os.uname().nodename, started=time.time(), phase="connecting")
         self._began = time.monotonic()
         self._told: dict[str, Any] = {}
@@ -43,7 +43,9 @@ class Questions:
 
     @contextlib.contextmanager
     def served(self, outcome: Callable[[], Outcome | None]) -> Iterator[None]:
-        commands = {"status": self._status, **dict.fromkeys(_COMMANDS, self._passed_on)}
+        """`attach` gives the file that has the output of a command without a terminal."""
+        passed_on = dict.fromkeys(_COMMANDS, self._passed_on)
+        commands = {"status": self._status, "attach": lambda _: self._output, **passed_on}
         with control.served(self._own.run_id, commands, slow=[*commands]) as served:
             yield
             if served is not None:

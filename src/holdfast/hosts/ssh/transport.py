@@ -53,7 +53,8 @@ class HostsJob:
     """`job` on these hosts. All agents get `options`, and if `gives_ranks` the number of their host as rank; a host
     beyond the largest number of nodes has none. `needs_place`: the nodes meet at one of the hosts, and all get
     `place_options`, too; else `place` is where the user lets them meet. `rejoins`: lost hosts are tried again.
-    `discover` gives the hosts that there are now. `when_started` is called once the first agents are started."""
+    `discover` gives the hosts that there are now. `when_started` is called once the first agents are started.
+    `output` is the file that has the output, if there is one."""
 
     job: JobSpec
     hosts: tuple[Host, ...]
@@ -68,7 +69,8 @@ class HostsJob:
     archive: Archive | None = None
     rejoins: bool = False
     discover: Callable[[], tuple[Host, ...]] | None = None
-    when_started: Callable[[], None] | None = None
+    when_started: Callable[[], object] | None = None
+    output: str = ""
 
     def arguments(self, number: int, host: Host, endpoint: str, max_nodes: int | None = None) -> list[str]:
         """Those of `holdfast` for one host. `endpoint` is where the nodes meet, if that is at one of the hosts.
@@ -120,7 +122,7 @@ class _HostsRun:
         self._wakeup = loop.Wakeup()
         self._ping_every_s = hosts_job.host_timeout_s / command.PINGS_IN_TIMEOUT
         self._ping_at = time.monotonic() + self._ping_every_s
-        self._questions = questions.Questions(job.run_id, self._wakeup.wake)
+        self._questions = questions.Questions(job.run_id, hosts_job.output, self._wakeup.wake)
         self._seen: queue.SimpleQueue[tuple[Host, ...]] = queue.SimpleQueue()
         self._is_over = threading.Event()
 
