@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from holdfast.observe import ask
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast, Running
 from tests.e2e.terminal import terminal
@@ -566,14 +566,15 @@ def test_a_host_that_cannot_be_reached_is_not_waited_for(cluster: Ssh) -> None:
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_run_that_goes_on_without_its_terminal(cluster: Ssh, is_stopped: bool) -> None:
     environ = {**os.environ, **cluster.holdfast.environment()}
-    program = ("job.py", str(cluster.mailbox), str(cluster.done), "wait")
+    program, run_id = ("job.py", str(cluster.mailbox), str(cluster.done), "wait"), uuid.uuid4().hex
     started = cluster.holdfast.start(
-        *cluster.command[2:], "--detach", "--rdzv-id=job7", *program, command=(COMMAND, "run")
+        *cluster.command[2:], "--detach", f"--rdzv-id={run_id}", *program, command=(COMMAND, "run")
     )
     assert started.process.wait(60) == 0, started.so_far()
-    assert "`holdfast attach job7` shows it, and `holdfast stop job7` ends it" in started.so_far().err
+    assert f"`holdfast attach {run_id}` shows it, and `holdfast stop {run_id}` ends it" in started.so_far().err
     pids = cluster.pids(2)
-    owner = min(agent.pid for agent in ask.find()[0] if agent.status.run_id == "job7")
+    [owner] = [pid for pid in support.marked(cluster.holdfast.mark)
+               if f"--ssh={cluster.servers.ssh}" in psutil.Process(pid).cmdline()]  # fmt: skip
     attach = [COMMAND, "attach", str(owner)]
     with subprocess.Popen(attach, stdout=subprocess.PIPE, env=environ, cwd=cluster.holdfast.directory) as attached:
         assert attached.stdout is not None

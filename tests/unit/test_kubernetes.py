@@ -124,7 +124,7 @@ def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         spec, name, _ = job_of(documents)
         check_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec})
         kinds.append([*documents][-1])
-    assert kinds == ["Job", "JobSet", "TrainJob", "Job"]
+    assert kinds == ["Job", "Job", "JobSet", "TrainJob", "Job"]
 
 
 # --- content ------------------------------------------------------------------------------------------------------
