@@ -7,6 +7,7 @@ the job controller of Kubernetes 1.34 was seen to make them, and says what the p
 from __future__ import annotations
 
 import json
+import re
 import threading
 import uuid
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ _GROUPS: dict[str, Tree] = {
         {"name": "batch", "versions": [{"groupVersion": "batch/v1", "version": "v1"}],
          "preferredVersion": {"groupVersion": "batch/v1", "version": "v1"}}]},
 }  # fmt: skip
-_RESOURCES = {"/api/v1": ("v1", [("pods", "Pod"), ("services", "Service")]),
+_RESOURCES = {"/api/v1": ("v1", [("pods", "Pod"), ("services", "Service"), ("secrets", "Secret")]),
               "/apis/batch/v1": ("batch/v1", [("jobs", "Job")])}  # fmt: skip
 
 
@@ -115,7 +116,12 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         self.api.requests.append(("GET", url.path))
-        if url.path in _GROUPS:
+        if url.path == "/openapi/v2":  # For lists, whose kind no resource has. An empty document in protobuf.
+            self.send_response(200)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif url.path in _GROUPS:
             self._answer(200, _GROUPS[url.path])
         elif url.path in _RESOURCES:
             version, kinds = _RESOURCES[url.path]
@@ -174,7 +180,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._chunk(f"{line}\n")
 
     def do_POST(self) -> None:
-        found = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if body.startswith(b"k8s\0"):  # `kubectl create secret` speaks protobuf; its name is the longest short text.
+            name = max(re.findall(rb"\x0a[\x01-\x3f]([a-z][-a-z0-9]+)", body), key=len).decode()
+            found: Tree = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
+        else:
+            found = json.loads(body)
         resource, _ = self._place(urlsplit(self.path).path)
         name = found["metadata"]["name"]
         self.api.requests.append(("POST", resource))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests import kube_api, support
 from tests.e2e.command import COMMAND, Holdfast, Running
 from tests.kube_api import KubeApi
 from tests.promises import promise, proves
+from tests.test_docs import ROOT, fences
 
 
 @pytest.fixture
@@ -27,6 +29,7 @@ class Kubernetes:
     def __init__(self, api: KubeApi, holdfast: Holdfast, tmp_path: Path) -> None:
         self.api, self.holdfast = api, holdfast
         self.variables = {"KUBECONFIG": str(api.configuration(tmp_path / "kubeconfig")), "HOME": str(tmp_path)}
+        self.variables["PATH"] = f"{Path(COMMAND).parent}:{os.environ['PATH']}"
         holdfast.script("pass", "train.py")
 
     def start(self, *options: str, **more: Any) -> Running:
@@ -130,3 +133,29 @@ def test_a_job_that_someone_else_deletes(kubernetes: Kubernetes) -> None:
     kubernetes.api.put("DELETED", "jobs", kubernetes.api.objects["jobs", "train"])
     ended = running.wait()
     assert (ended.code, ended.last) == (1, "holdfast submit: error: job/train was deleted before it ended")
+
+
+@proves("engines.commands-docs-md-run")
+def test_the_commands_of_the_document_run(kubernetes: Kubernetes) -> None:
+    """As they stand, but for the job's end, which a controller would make: jobs that are there are complete."""
+    blocks = [block for block in fences(ROOT / "docs" / "engines.md", "sh") if "kubernetes" in block]
+    commands = [line.partition("    #")[0].strip() for block in blocks for line in block.splitlines()]
+    assert len(commands) == 11
+    for command in commands:
+        running = kubernetes.holdfast.start("-ec", command, command=("bash",), env=kubernetes.variables)
+        ends = [*(["train"] if "submit" in command and "--detach" not in command else [])]
+        for name in ends:
+            support.wait_until(
+                lambda job=name: ("jobs", job) in kubernetes.api.objects, "the job", state=running.so_far
+            )
+            kubernetes.api.end(name, "Complete", "CompletionsReached")
+        ended = running.wait()
+        assert ended.code == 0, f"{command}\n{ended}"
+        for name in ends:
+            kubernetes.api.put("DELETED", "jobs", kubernetes.api.objects["jobs", name])
+            kubernetes.api.put("DELETED", "services", kubernetes.api.objects["services", name])
+        if command.startswith("kubectl create -f"):
+            kubernetes.api.pod("train", 0, "Succeeded", 0)
+            kubernetes.api.log("train-0", "done", None)
+    assert ("POST", "secrets") in kubernetes.api.requests
+    assert ("DELETE", "jobs/train") in kubernetes.api.requests

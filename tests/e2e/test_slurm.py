@@ -413,7 +413,7 @@ def fences(language: str) -> list[str]:
 def test_the_commands_of_the_document_run(slurm: Slurm) -> None:
     """Those that only submit a job have succeeded when the job has."""
     commands = [line for block in fences("sh") for line in block.splitlines() if "slurm" in line or "--nodes 2" in line]
-    assert len(commands) == 8
+    assert len(commands) == 11
     slurm.holdfast.script("print('trained')", "train.py")
     (slurm.holdfast.directory / "examples").symlink_to(EXAMPLE.parents[1])
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -430,5 +430,5 @@ def test_the_python_of_the_document_runs() -> None:
     [source] = fences("python")
     names: dict[str, Any] = {}
     exec(source, names)
-    text = names["MyCluster"]().render(JobSpec((), ("x.py",), "job7", 2, 2), {"queue": "night"})
+    text = names["MyCluster"]().render(JobSpec((), ("x.py",), "job7", 2, 2), names["MyOptions"](queue="night"))
     assert text.startswith("#QUEUE night 2\npython3 -P -m holdfast run --nnodes=2 ")
