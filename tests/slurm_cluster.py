@@ -41,7 +41,7 @@ StateSaveLocation={home}/state
 SlurmdSpoolDir={home}/spool.%n
 SlurmctldPidFile={home}/slurmctld.pid
 SlurmdPidFile={home}/slurmd.%n.pid
-ProctrackType=proctrack/cgroup
+ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
@@ -79,8 +79,8 @@ nsenter -t {pid} --net sh -c 'ip addr add {address}/24 dev cable && ip link set 
 class Cluster:
     """`home` is its directory. `on(node)` are the words before a command that is to run on one of its nodes."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    def __init__(self, home: Path, proctrack: str) -> None:
+        self.home, self._proctrack = home, proctrack
         self.variables = {"SLURM_CONF": str(home / "slurm.conf")}
         self._hosts: list[subprocess.Popen[str]] = []
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -142,7 +142,8 @@ class Cluster:
         support.write_secret(self.home / "munge.key", os.urandom(32))
         # Control groups are named after jobs, and those of another cluster on this machine must have other names.
         first_job = random.randrange(1, 60_000) * 1000
-        names = {"home": self.home, "address": address, "other": other, "first_job": first_job}
+        names = {"home": self.home, "address": address, "other": other, "first_job": first_job,
+                 "proctrack": self._proctrack}  # fmt: skip
         (self.home / "slurm.conf").write_text(_CONFIGURATION.format(**names))
         (self.home / "gres.conf").write_text(f"NodeName=node[1-2] Name=gpu File={self.home}/gpu[0-1]\n")
         (self.home / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
@@ -191,13 +192,13 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Cluster]:
+def running(proctrack: str = "cgroup") -> Iterator[Cluster]:
     support.leave_to_test_all("a Slurm cluster")
     support.need_tools(*TOOLS)
     if os.geteuid() != 0:
         support.cannot_test("only root can make the hosts of a Slurm cluster")
     home = Path(tempfile.mkdtemp(prefix="holdfast-slurm-"))
-    cluster = Cluster(home)
+    cluster = Cluster(home, proctrack)
     try:
         try:
             cluster.start()

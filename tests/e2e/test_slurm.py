@@ -270,9 +270,11 @@ def test_an_elastic_job_takes_what_there_is(slurm: Slurm) -> None:
 def test_an_elastic_job_survives_a_node_that_is_marked_down(slurm: Slurm) -> None:
     running = slurm.submit("wait", "--last-call=1s", nodes="1:2")
     pids = {host: int(pid) for host, _, pid, _ in slurm.workers().values()}
+    agent = slurm.agents()["node2"]
     slurm.cluster.ask("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     try:
-        os.kill(slurm.agents()["node2"], signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # Slurm may have been faster.
+            os.kill(agent, signal.SIGKILL)
         [(host, _, pid, _)] = slurm.workers(1).values()
         assert host == "node1"
         assert support.survivors([pids["node2"]]) == []
@@ -400,6 +402,25 @@ def test_a_requeued_job_is_a_new_run(slurm: Slurm) -> None:
     slurm.cluster.await_state(job, "COMPLETED")
     out = (slurm.holdfast.directory / "out").read_text()
     assert ("stopped by SIGTERM" in out, out.count("] done")) == (True, 2), "the output of both lives is there"
+
+
+@promise("""engines.coordinator-ends-with-job: The coordinator of a job ends with the job, also where Slurm does not
+    find it (`proctrack/linuxproc`), so that a requeued job meets at the same port.""")
+def test_a_requeued_job_meets_no_coordinator_of_its_first_life(holdfast: Holdfast, mailbox: support.Mailbox) -> None:
+    holdfast.script(WORKER)
+    with slurm_cluster.running("linuxproc") as cluster:
+        slurm = Slurm(cluster, holdfast, mailbox)
+        running = slurm.submit("wait once", "--sbatch", "--requeue")
+        slurm.workers()
+        job = job_id_of(running)
+        slurm.cluster.ask("scontrol", "requeue", job)
+        slurm.workers(deadline_s=90)
+        running.process.wait(60)
+        support.wait_until(lambda: not running.left(), "the coordinator ends, too")
+        ended = running.wait()
+        assert ended.code == 0, str(ended)
+        assert "is back in the queue: " in ended.err
+        assert ended.out.count("] done") == 2
 
 
 # --- the document -------------------------------------------------------------------------------------------------

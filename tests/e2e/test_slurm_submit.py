@@ -40,6 +40,7 @@ COMMANDS = {
     """,
     "scontrol": """
         #!/bin/sh
+        [ "$1" = update ] && { echo "$@" > updated; exit; }
         echo "$@" > asked
         echo "JobId=7 Reason=None JobState=$(cat state) ExitCode=$(cat code):0 Comment=\\377"
         echo "   StdOut=$PWD/out"
@@ -144,3 +145,21 @@ def test_the_end_that_the_script_tells_is_noticed_at_once(holdfast: Holdfast, su
         file.write(f"second\n{last} 0\n")
     ended = job.wait()
     assert (ended.code, ended.lines) == (0, ["first", "second"])
+
+
+@promise("""engines.slurm-exclude: A node that the runs of a Slurm job have lost more than once is left out when Slurm
+    starts the job again, and named at the end.""")
+def test_a_node_that_was_lost_repeatedly_is_excluded_from_the_next_start(holdfast: Holdfast, submit: Submit) -> None:
+    """Several agents tell of the same loss."""
+    lost = "holdfast: the round is stopped: {}-{}-0123abcd is lost: its connection closed\n"
+    losses = [("node2", 1), ("node2", 1), ("node3", 1), ("node2", 7)]
+    (holdfast.directory / "out").write_text("".join(lost.format(*each) for each in losses))
+    job = running(holdfast, submit)
+    support.wait_until(lambda: job.so_far().out.count("is lost") == 4, "the losses are shown")
+    (holdfast.directory / "state").write_text("PENDING Restarts=1 Reason=BeginTime ExcNodeList=node9")
+    updated = holdfast.directory / "updated"
+    support.wait_until(updated.exists, "Slurm is told", state=job.so_far)
+    (holdfast.directory / "state").write_text("COMPLETED")
+    ended = job.wait()
+    assert updated.read_text() == "update JobId=7 ExcNodeList=node9,node2\n"
+    assert ended.own[-1] == "holdfast: exclude: node2 (2 losses)"

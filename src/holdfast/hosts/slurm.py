@@ -7,7 +7,8 @@ job if it is stopped itself.
 
 How `submit` learns that the job has ended: the script says so in the job's output (`_LAST_LINE`), and Slurm is asked
 then until it knows, too. A job that could not say it (killed, cancelled, out of time) is noticed by the questions that
-are asked every few seconds anyway. A job that Slurm puts back into the queue writes on into the same file.
+are asked every few seconds anyway. A job that Slurm puts back into the queue writes on into the same file. Before it
+starts again, `submit` excludes the nodes that the runs of the job have lost more than once, as the output says.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
@@ -47,6 +49,8 @@ _LAST_ANSWER_S = 5.0  # How long sbatch may still take to submit the job after a
 _PIECE_BYTES = 1 << 16
 _GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT")
 _LAST_LINE = "holdfast: the agents of Slurm job {} have ended with exit code "
+_LOST = re.compile(rb"^holdfast: .*?(([\w.-]+)-\d+-[0-9a-f]{8}) is lost: ", re.MULTILINE)  # The id of a node.
+_MOST_LOSSES = 1  # Of a node that may be used again.
 # What Slurm's commands say when it is not the user's input that is wrong.
 _TROUBLE = re.compile(
     "Unable to contact|Socket timed out|timed out|Connection refused|Unable to connect|Zero Bytes|[Aa]uthentication"
@@ -313,6 +317,7 @@ class _Output:
         self._file: IO[bytes] | None = None
         self._last_line = _LAST_LINE.format(number).encode()
         self.has_said_end = False
+        self._lost: dict[bytes, str] = {}  # The hosts of lost nodes, by the ids of these.
         self._console = EngineConsole(has_prefixes=has_prefixes)
         self._reader = threading.Thread(target=self._read_all, name="holdfast-output", daemon=True)
         self._reader.start()
@@ -332,12 +337,18 @@ class _Output:
         self._show(held.flush())
 
     def _show(self, lines: bytes) -> None:
+        self._lost |= {found[1]: found[2].decode() for found in _LOST.finditer(lines)}
         if self._last_line in lines:
             self.has_said_end = True
             lines = b"".join(line for line in lines.splitlines(keepends=True) if not line.startswith(self._last_line))
         is_written = threading.Event()
         self._console.write("", [("stdout", lines)], is_written.set)
         is_written.wait()
+
+    def losses(self) -> dict[str, int]:
+        """How often each host was lost, if more than once."""
+        counts = Counter(self._lost.values())
+        return {host: count for host, count in sorted(counts.items()) if count > _MOST_LOSSES}
 
     def close(self) -> None:
         self._is_over.set()
@@ -365,6 +376,8 @@ class _Submission:
             facts = self._await_end()
         finally:
             self._output.close()
+        if self._output.losses():
+            log.warning("%s", self._excluded)
         return self._code(facts)
 
     def _await_end(self) -> Mapping[str, str]:
@@ -398,6 +411,24 @@ class _Submission:
             again = "is back in the queue" if int(facts.get("Restarts", "0")) else "waits in the queue"
             self._said = reason
             log.info("Slurm job %s %s: %s", self._job, again, reason)
+            self._exclude(facts)
+
+    def _exclude(self, facts: Mapping[str, str]) -> None:
+        """Slurm changes the list of a job that waits alone."""
+        listed = [name for name in facts.get("ExcNodeList", "").split(",") if name not in ("", "(null)")]
+        new = [host for host in self._output.losses() if host not in listed]
+        if not new:
+            return
+        *where, number = self._job.words
+        done = _ask("scontrol", *where, "update", f"JobId={number}", f"ExcNodeList={','.join([*listed, *new])}")
+        if done.returncode:
+            log.warning("cannot exclude %s: %s", ", ".join(new), done.stderr.strip().rpartition("\n")[2])
+        else:
+            log.warning("%s: the job does not start there again", self._excluded)
+
+    @property
+    def _excluded(self) -> str:
+        return f"exclude: {', '.join(f'{host} ({count} losses)' for host, count in self._output.losses().items())}"
 
     def _is_enough(self, number: signal.Signals) -> bool:
         """The first signal cancels the job, the second ends the wait for its end."""
