@@ -18,7 +18,6 @@ from holdfast.cli.job import job_of
 from holdfast.errors import UserError
 from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
-from holdfast.hosts.own_lines import counted
 from holdfast.hosts.ssh import copying, host_list
 from holdfast.hosts.ssh import transport as ssh
 from holdfast.log import Logger
@@ -26,7 +25,7 @@ from holdfast.process.spawner import client
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.membership import keys
 from holdfast.signals import SIGNALS_VARIABLE
-from holdfast.text import last_line
+from holdfast.text import last_line, plural
 
 log = Logger(__name__)
 
@@ -54,7 +53,7 @@ def run(args: Any) -> None:
     python = args.remote_python or sys.executable
     job = job_of(args, own | _SETTLED, python)
     if job.min_nodes > len(hosts):
-        listed = counted(len(hosts), "host")
+        listed = plural(len(hosts), "host")
         raise UserError(f"--nnodes {args.nnodes} needs {job.min_nodes} hosts, and the list has {listed}")
     backend = _backend(args.given, is_alone=job.max_nodes == len(hosts) == 1)
     place = _place(args, backend, job.max_nodes)
@@ -223,5 +222,5 @@ def _archive(args: Any, directory: str, host_count: int) -> copying.Archive | No
         raise UserError("--copy script: a module is not a file; use --copy directory")
     script = "" if args.module else args.training_script
     archive = loop.call_interruptibly(copying.pack, args.copy, script, directory)
-    log.info("copying %s to %s", archive.contents, counted(host_count, "host"))
+    log.info("copying %s to %s", archive.contents, plural(host_count, "host"))
     return archive

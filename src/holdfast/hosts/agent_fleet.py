@@ -63,7 +63,8 @@ from typing import assert_never
 
 from holdfast.errors import RUN_CLOSED
 from holdfast.frozen import dataclass, frozen
-from holdfast.hosts.own_lines import counted, is_own, labelled, names_text, without_prefix
+from holdfast.hosts.own_lines import is_own, labelled, names_text, without_prefix
+from holdfast.text import plural
 
 MOST_AT_ONCE = 32  # Hosts that are prepared at the same time.
 _MOST_TRIES = 4
@@ -390,7 +391,7 @@ class AgentFleet:
     def _begin(self, meets_at: str) -> Iterator[Command]:
         self.phase, self._meets_at = Phase.RUNNING, meets_at
         ready = self._in(State.READY)
-        yield Say(f"{counted(len(ready), 'host')} connected: {names_text([each.name for each in ready])}")
+        yield Say(f"{plural(len(ready), 'host')} connected: {names_text([each.name for each in ready])}")
         if spare := ready[self._settings.max_hosts :]:
             yield Say(f"standing by: {names_text([each.name for each in spare])}")
 
@@ -459,7 +460,7 @@ class AgentFleet:
         is_outcome = isinstance(event, Ended) and event.is_outcome
         left, is_hopeless = self._left(), self._is_hopeless()
         if not is_hopeless and not is_outcome:
-            goes_on = f"; the run goes on with {counted(left, 'host')}" if left else ""
+            goes_on = f"; the run goes on with {plural(left, 'host')}" if left else ""
             if host.host.host_id == self._meets_at and self._meets_at:
                 goes_on += ", if they can still reach the coordinator there"
             yield Say(self._story(event, host) + goes_on, is_warning=True)
@@ -484,7 +485,7 @@ class AgentFleet:
         return not self._in(*_WITH_AGENT) and not self._suitable() and bool(self._in(State.GONE))
 
     def _too_few(self, left: int) -> str:
-        are_left = f"{counted(left, 'host')} {'is' if left == 1 else 'are'} left"
+        are_left = f"{plural(left, 'host')} {'is' if left == 1 else 'are'} left"
         return f"{are_left}, and --nnodes {self._settings.nnodes} needs {self._settings.min_hosts}: the run ends"
 
     # The end.
