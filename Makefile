@@ -8,9 +8,9 @@ SEEDS  ?= 10000
 JOBS   ?= 2
 PYTEST ?= $(BIN)/pytest
 COUNT  ?= 60
-SEED   ?= 0
+SECONDS ?= 900
 
-.PHONY: demo test test-all sim frost mutate check docs bench clean
+.PHONY: demo test test-all sim chaos frost mutate check docs bench clean
 
 demo: $(VENV)/.runtime
 	@$(BIN)/holdfast run --standalone --nproc-per-node 4 --max-restarts 2 --tee 3 examples/demo/train.py
@@ -28,13 +28,17 @@ test-all: $(VENV)/.tools test
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
 
+# Half an hour of faults on real agents in namespaces, on tcp and on etcd (docs/chaos.md). SEED=7 for a certain one.
+chaos: $(VENV)/.test $(VENV)/.tools
+	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(SEED:%=--seed %)
+
 # The tests, while random processes of theirs stand still for a moment: what depends on luck shows.
 frost: $(VENV)/.test
 	$(BIN)/python -m tests.frost -n 3 --dist worksteal $(TESTS)
 
 # Small changes to the source, drawn from a seed: each must be noticed by a test (docs/mutations.md). MODULES=cli for some.
 mutate: $(VENV)/.test
-	$(BIN)/python -m tests.mutate --count $(COUNT) --seed $(SEED) --jobs $(JOBS) $(MODULES)
+	$(BIN)/python -m tests.mutate --count $(COUNT) $(SEED:%=--seed %) --jobs $(JOBS) $(MODULES)
 
 check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .
@@ -68,6 +72,7 @@ $(VENV)/.test: $(VENV)/.runtime
 
 # Of Debian. Tests that need one of them are skipped where it is missing, and say so.
 $(VENV)/.tools: Makefile | $(VENV)/bin/python
+	test -e /usr/lib/*/faketime/libfaketime.so.1 || apt-get install -y faketime
 	command -v tmux >/dev/null || apt-get install -y tmux
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
 	command -v openssl >/dev/null || apt-get install -y openssl

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from bench import agent, nodes, rendezvous, restart, start, store
+from bench import agent, nodes, rendezvous, restart, start, store, warm
 from bench import page as pages
 from bench.results import Results, Section
 from bench.sides import end_descendants, environment, own_all_processes
@@ -61,6 +61,17 @@ MEASURES = (
         "last peer, *stop* until the last worker is gone, *rendezvous* until the last new process exists, *start* "
         "until the first line of its script, *import* until torch is imported, *initialise* until the all-reduce is "
         "done. The plot shows the run with the median time. Memory is PSS, after the first all-reduce.",
+    ),
+    Measure(
+        "kept", "The second start", warm.measure_kept, 5,
+        "The same workers, which import torch, initialise gloo, all-reduce one number and end. With `--preload-keep "
+        "10m` an earlier run has left the process from which they are forked.",
+    ),
+    Measure(
+        "ddp", "Restart of a training", warm.measure_ddp, 3,
+        "A DDP script on gloo with model, optimizer and DataLoader. The last rank fails after the first step of the "
+        "optimizer; the time until the slowest rank of the next attempt has made its first step. With `--preload "
+        "torch`, the failure comes when holdfast says that it has preloaded what the workers import.",
     ),
     Measure(
         "restart", "Restart of a trivial script", restart.measure_restart, 5,

@@ -25,7 +25,7 @@ from bench.sides import (
     started,
 )
 from bench.turns import Turns
-from holdfast.testing.etcd_server import EtcdServer
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests.support import free_port
 
 SETTLING_S = 1.0

@@ -17,12 +17,14 @@ from holdfast.cli import (
     dashboard,
     doctor,
     logs,
+    rehearse,
     stacks,
     status,
     stop,
     submit,
     token,
     top,
+    warm,
 )
 from holdfast.cli.arguments import parser
 from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE
@@ -128,7 +130,24 @@ def document() -> str:
     examples = "\n\n".join(parser.EXAMPLES)
     parsers = [
         each.get_parser
-        for each in (adopt, coordinator, token, status, top, dashboard, logs, attach, stop, stacks, doctor, bundle)
+        for each in (
+            *(
+                adopt,
+                rehearse,
+                coordinator,
+                token,
+                status,
+                top,
+                dashboard,
+                logs,
+                attach,
+                stop,
+                stacks,
+                warm,
+                doctor,
+                bundle,
+            ),
+        )
     ]
     engines = (submit.get_submit_parser, submit.get_render_parser)
     pages = [_page(get()) for get in (*engines, *parsers[:4], status.get_ps_parser, *parsers[4:])]

@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 
 from holdfast import signals
-from holdfast.testing.etcd_server import EtcdServer
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import support
 
 # How long an example takes to make or to try says something about the machine, and nothing about what is tested.

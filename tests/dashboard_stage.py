@@ -1,17 +1,10 @@
-"""A dashboard of a run that never was, of any size. The view of the run (`RunView`) is a stand-in, all else is real.
-
-python -m tests.dashboard_stage --nodes 500 --workers 8             serves it until Ctrl-C
-python -m tests.dashboard_stage --nodes 500 --workers 8 --measure   opens it in chromium, and prints how long it takes
-"""
+"""A dashboard of a run that never was, of any size. The view of the run (`RunView`) is a stand-in, all else is real."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import itertools
 import shutil
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +17,6 @@ from holdfast.observe.dashboard import web_server
 from holdfast.observe.dashboard.access import Access
 from holdfast.observe.dashboard.run_watcher import Watch
 from holdfast.telemetry.status import RunStatus
-from tests import support
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
              "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
@@ -83,7 +75,7 @@ class StandIn(RemoteRun):
         return {"node_id": node_id, "host": node_id, "pid": 1, "round": self.round, "workers": workers, "node": number}
 
     def await_end(self, timeout_s: float) -> LastWord | None:
-        time.sleep(timeout_s)
+        threading.Event().wait(timeout_s)
         return None
 
     def close(self) -> None:
@@ -146,55 +138,3 @@ def browser(**context: Any) -> Iterator[Any]:
             yield chromium.new_context(**{"viewport": {"width": 1280, "height": 900}, **context}).new_page()
         finally:
             chromium.close()
-
-
-def entries(page: Any, name: str) -> list[tuple[float, float]]:
-    """When the page began to draw what, and for how long, in milliseconds."""
-    found = f"performance.getEntriesByName('holdfast {name}')"
-    return [(begin, duration) for begin, duration in page.evaluate(f"{found}.map((e) => [e.startTime, e.duration])")]
-
-
-def measure(nodes: int, workers: int, changes: int = 20) -> dict[str, float]:
-    """Milliseconds, as the browser measures them: until the page has painted first, until all workers are on the
-    screen, and to draw a change. And the bytes that were sent for it."""
-    run = StandIn(nodes, workers)
-    with stage(run) as made, browser() as page:
-        page.goto(made.url)
-        page.get_by_text(f"of {nodes * workers:,} running").wait_for()
-        paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-        first, drawing = entries(page, "picture")[0]
-        for number, letter in zip(range(changes), itertools.cycle(["failed", "running"]), strict=False):
-            run.states[number % nodes][0] = letter
-            before = len(entries(page, "update"))
-            support.wait_until(lambda before=before: len(entries(page, "update")) > before, "an update")
-        updates = [duration for _, duration in entries(page, "update")]
-        whole, change = len(web_server._event("picture", made.dashboard._picture)), len(made.dashboard._last_change)
-    return {
-        "workers": nodes * workers,
-        "first paint (ms)": paint,
-        "all workers on the screen (ms)": first + drawing,
-        "of that, drawing (ms)": drawing,
-        "an update, median (ms)": statistics.median(updates),
-        "an update, longest (ms)": max(updates),
-        "the picture (bytes)": whole,
-        "an update (bytes)": change,
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--nodes", type=int, default=500)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--measure", action="store_true")
-    args = parser.parse_args()
-    if args.measure:
-        for name, value in measure(args.nodes, args.workers).items():
-            print(f"{name:<32}{value:>12,.1f}")
-        return
-    with stage(StandIn(args.nodes, args.workers)) as made, contextlib.suppress(KeyboardInterrupt):
-        print(made.url)
-        threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main()

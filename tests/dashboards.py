@@ -147,7 +147,7 @@ def launch(scene: Scene, *args: str, env: dict[str, str] | None = None) -> tuple
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**scene._environment("command"), **(env or {})},
+            env={**scene.environment("command"), **(env or {})},
             cwd=scene.home,
             start_new_session=True,
         )

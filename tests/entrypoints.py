@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 
@@ -17,7 +16,7 @@ def act(outcome: str) -> str:
         sys.exit(3)
     if outcome.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[outcome])
-        time.sleep(60)
+        signal.pause()
     return f"rank {os.environ.get('RANK', '?')}"
 
 
@@ -116,7 +115,7 @@ def tell(mailbox: str, text: object) -> None:
 def wait_forever(mailbox: str, text: object = None) -> None:
     tell(mailbox, os.getpid() if text is None else text)
     while True:
-        time.sleep(600)
+        signal.pause()
 
 
 def one_fails(mailbox: str, failing_rank: int, outcome: str = "raise") -> None:
@@ -126,7 +125,7 @@ def one_fails(mailbox: str, failing_rank: int, outcome: str = "raise") -> None:
         with open(os.environ["GATE"]) as gate:
             gate.read()
         act(outcome)
-    time.sleep(600)
+    signal.pause()
 
 
 def return_or_wait(gate: str, then: str = "return") -> str:
@@ -135,10 +134,10 @@ def return_or_wait(gate: str, then: str = "return") -> str:
     if os.environ["RANK"] == "0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
-            time.sleep(600)
+            signal.pause()
         return "early"
     if os.environ["RANK"] == "2":
-        time.sleep(600)
+        signal.pause()
     with open(gate) as opened:
         opened.read()
     if then == "raise":
@@ -160,7 +159,7 @@ def live(mailbox: str, outcome: str, failing_lives: int = 1000) -> str:
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < failing_lives and outcome != "success":
         if os.environ["RANK"] == "1":
             act(outcome)
-        time.sleep(600)
+        signal.pause()
     return f"life {os.environ['TORCHELASTIC_RESTART_COUNT']} of rank {os.environ['RANK']}"
 
 
@@ -194,4 +193,4 @@ def leave_daemon(mailbox: str) -> None:
             os._exit(0)
     tell(mailbox, os.getpid())
     while True:
-        time.sleep(600)
+        signal.pause()

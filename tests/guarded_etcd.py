@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.rendezvous.etcd.gateway import Gateway
-from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates
+from tests.etcd_cluster import EtcdCluster
 
 ROOT = {"user": "root", "password": "secret"}
 
@@ -41,7 +42,7 @@ def leader_of(cluster: EtcdCluster) -> int:
     """The number of the member that leads; waits until there is one."""
 
     def find() -> list[int]:
-        metrics = [member.fetch("/metrics") for member in cluster._members]
+        metrics = [member.fetch("/metrics") for member in cluster.members]
         return [number for number, text in enumerate(metrics) if b"\netcd_server_is_leader 1\n" in text]
 
     return support.wait_until(find, "a leader of etcd")[0]

@@ -207,12 +207,12 @@ class Scene:
         path = self.home / f"{name}.log"
         with path.open("ab") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.home, env=self._environment(name),
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.home, env=self.environment(name),
                 start_new_session=True,
             )  # fmt: skip
         return Node(name, process, path)
 
-    def _environment(self, name: str) -> dict[str, str]:
+    def environment(self, name: str) -> dict[str, str]:
         kept = support.clean_environment()
         kept.pop("XDG_RUNTIME_DIR", None)
         host = name.partition("-")[0]  # `b-2` is another node of the host of `b`.
@@ -224,7 +224,7 @@ class Scene:
     def run(self, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "holdfast", *args], capture_output=True, text=True, timeout=120, cwd=self.home,
-            env={**self._environment("command"), **(env or {})},
+            env={**self.environment("command"), **(env or {})},
         )  # fmt: skip
 
     def ask(self, *args: str, code: int = 0) -> str:
@@ -319,7 +319,7 @@ class Scene:
 
     def keys(self) -> dict[str, bytes]:
         """The keys of the run that there are, and their values."""
-        names = keeper.keys_of("/holdfast", self.run_id)
+        names = keeper.keys_of("/holdfast", self.run_id)[:2]
         with self.gateway() as gateway:
             found = {name.decode().rpartition("/")[2]: gateway.get(name) for name in names}
         return {name: value for name, value in found.items() if value is not None}

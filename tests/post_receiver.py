@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,7 +12,7 @@ Post = tuple[str, dict[str, str], bytes]  # Path, headers, body.
 
 
 class PostReceiver:
-    def __init__(self, context: ssl.SSLContext | None = None) -> None:
+    def __init__(self) -> None:
         self.posts: queue.Queue[Post] = queue.Queue()
         self.answer = (200, b"{}")
         self.has_posts = threading.Event()
@@ -40,12 +39,8 @@ class PostReceiver:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        if context is not None:
-            self._server.socket = context.wrap_socket(
-                self._server.socket, server_side=True, do_handshake_on_connect=False
-            )
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.url = f"http{'s' if context is not None else ''}://127.0.0.1:{self._server.server_port}"
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def next_post(self) -> Post:
         return self.posts.get(timeout=support.DEADLINE_S)

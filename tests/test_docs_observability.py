@@ -31,7 +31,7 @@ from tests.test_docs import FENCE, ROOT, fences
 PAGE = ROOT / "docs" / "observability.md"
 DEADLINE_S = 120.0
 # What the doctor says about a host is different on each; about the way to this run it is not.
-OF_THE_WAY = ("endpoint name", "coordinator", "token", "run")
+OF_THE_WAY = ("coordinator", "token", "run")
 
 
 class Job:
@@ -154,7 +154,7 @@ def samples(body: str) -> list[tuple[str, list[str]]]:
 
 
 def on_screen(job: Job) -> str:
-    terminal = Terminal(job.home, job.env, width=80, height=14)
+    terminal = Terminal(job.home, job.env, width=80, height=17)
     try:
         terminal.type(f"{COMMAND} top {job.name}")
         terminal.await_text(r"^Behind the median of 4 ranks")

@@ -34,11 +34,11 @@ _BASE = {
 }
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
-    "cli": {"adopt", "observe", "hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "cli": {"adopt", "observe", "hosts", "launcher", "agent", "rehearsal"} | _BELOW_AGENT,
     "adopt": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: what the names of torch's launcher stand for
     "observe": {"agent"} | _BELOW_AGENT,
+    "rehearsal": {"observe", "hosts", "agent"} | _BELOW_AGENT,
     "hosts": {"launcher", "agent"} | _BELOW_AGENT,
-    "testing": {"rendezvous"} | _BASE,
     "launcher": {"agent"} | _BELOW_AGENT,
     "agent": _BELOW_AGENT,
     "rendezvous": {"failures", "telemetry"} | _BASE,
@@ -74,9 +74,6 @@ LAYERS = {
     "__main__": {"cli", "process", "signals"},
 }
 
-# Modules that only re-export names which have moved may import them.
-REEXPORTS = {"rendezvous/etcd_server.py": {"testing"}}
-
 # Modules that decide and do nothing else: they import data modules and each other.
 _PURE = {
     "": "errors escape frozen option text wire_types",
@@ -89,11 +86,12 @@ _PURE = {
     "process": "torch_store",
     "process/output": "folding lines terminal",
     "process/workers": "ladder",
+    "rehearsal": "plan",
     "rendezvous/client": "reachability",
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
-    "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
-    "restart_policy round run run_status",
+    "rendezvous/membership": "agreed_steps finished formation frames keys losses model node node_lease nodes phases "
+    "protocol restart_policy round run run_status snapshot_records snapshots",
     "telemetry": "history redaction status stragglers",
 }
 PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for name in names.split()]
@@ -163,7 +161,7 @@ def named_in(path: Path) -> set[str]:
 
 def allowed_in(path: Path) -> set[str]:
     layer = layer_of(path)
-    return LAYERS[layer] | {layer} | REEXPORTS.get(str(path.relative_to(SOURCE)), set())
+    return LAYERS[layer] | {layer}
 
 
 @proves("project.imports-point-way-pure")

@@ -25,7 +25,7 @@ _TERMINALS = (4, 5, 204, *range(136, 144))
 def children_of(pid: int) -> list[int]:
     """The direct children of a process, of all its threads. Empty when it is gone."""
     if not _KERNEL_LISTS_CHILDREN:
-        return _children_by_scan(pid)
+        return children_by_scan(pid)
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -34,7 +34,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for listing in listings for child in listing.split()]
 
 
-def _children_by_scan(pid: int) -> list[int]:
+def children_by_scan(pid: int) -> list[int]:
     """For kernels that keep no list of children: ask every process for its parent."""
     return [each for each in all_pids() if (status := process_status(each)) and status.parent == pid]
 
@@ -121,6 +121,12 @@ def io_bytes(pid: int) -> int | None:
     return int(counts[b"rchar"]) + int(counts[b"wchar"])
 
 
+def memory_bytes(pid: int) -> int:
+    """What the process holds alone, and its part of what it shares. 0 if that is not to be seen."""
+    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+
+
 def state(pid: int) -> str:
     """The letter of the process's state; empty if it is gone."""
     status = process_status(pid)
@@ -129,14 +135,14 @@ def state(pid: int) -> str:
 
 def wait_channel(pid: int) -> str:
     """The kernel's function in which the process sleeps; empty if it does not or may not be asked."""
-    text = _read_text(f"/proc/{pid}/wchan").strip("\0 \n")
+    text = read_text(f"/proc/{pid}/wchan").strip("\0 \n")
     return "" if text == "0" else text
 
 
 def is_at_prompt(pid: int) -> bool:
     """Whether the main thread waits for what a person types: in a read of a terminal, or, as readline does, in a select
     of stdin alone. False if the kernel does not tell."""
-    call, first, *_ = (*_read_text(f"/proc/{pid}/syscall").split(), "", "")
+    call, first, *_ = (*read_text(f"/proc/{pid}/syscall").split(), "", "")
     reads, selects = _PROMPT_CALLS.get(os.uname().machine, ("", ()))
     if call == reads:
         fd = int(first, 16)
@@ -151,26 +157,26 @@ def is_at_prompt(pid: int) -> bool:
 
 
 def command_line(pid: int) -> str:
-    return _read_text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+    return read_text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
 
 
 def environment_of(pid: int) -> dict[str, str]:
     """What it was started with; empty if it may not be asked."""
-    entries = _read_text(f"/proc/{pid}/environ").split("\0")
+    entries = read_text(f"/proc/{pid}/environ").split("\0")
     return {name: value for name, _, value in (entry.partition("=") for entry in entries) if name}
 
 
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for that signal."""
-    lines = dict(line.split(":", 1) for line in _read_text(f"/proc/{pid}/status").splitlines())
+    lines = dict(line.split(":", 1) for line in read_text(f"/proc/{pid}/status").splitlines())
     return bool(int(lines.get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 def ptrace_scope() -> str:
-    return _read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
+    return read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
 
 
-def _read_text(path: str) -> str:
+def read_text(path: str) -> str:
     return (_read(path) or b"").decode("utf-8", "replace")
 
 

@@ -1,9 +1,9 @@
 """`holdfast.progress(step=...)`: a call in a training loop that tells the agent that the job makes progress.
 
 The agent has a piece of shared memory, the *board*, with a slot for each worker. The worker finds it through
-`HOLDFAST_PROGRESS` in its environment and writes three numbers: the time (of the monotonic clock, which all processes
-of a host share), the step, and how many steps there will be. There is no system call and no lock. Without an agent that
-watches, the call does nothing.
+`HOLDFAST_PROGRESS` in its environment and writes two numbers: the time (of the monotonic clock, which all processes
+of a host share) and the step. There is no system call and no lock. Without an agent that watches, the call does
+nothing.
 
 The call must never harm the training, so it raises nothing, and the memory cannot fail: the board is sealed, so it
 cannot shrink under a writer; it is not on a disk, which could be full or removed; and a token detects a path that leads
@@ -26,7 +26,7 @@ _MAGIC = b"holdfast board 1"
 _TOKEN_BYTES = 16
 # A cache line for each worker, so that they do not slow each other down.
 _SLOT_BYTES = 64
-_SLOT = Struct("=qqq")
+_SLOT = Struct("=qq")
 _NO_STEP = -(1 << 63)
 
 _write: Callable[..., None] = _SLOT.pack_into
@@ -36,18 +36,14 @@ _offset = 0
 _is_settled = False
 
 
-def progress(step: int | None = None, total: int | None = None) -> None:
-    """Tell holdfast that the job makes progress, and optionally its step and how many steps it will take. Costs about a
-    microsecond."""
+def progress(step: int | None = None) -> None:
+    """Tell holdfast that the job makes progress, and optionally its step. Costs about a microsecond."""
     if _memory is None and not _find_board():
         return
     try:
-        _write(_memory, _offset, _now(), _NO_STEP if step is None else step, _NO_STEP if total is None else total)
-    except Exception:  # One of them is no whole number, or too large. The call still counts.
-        if total is not None:
-            progress(step)
-        else:
-            _write(_memory, _offset, _now(), _NO_STEP, _NO_STEP)
+        _write(_memory, _offset, _now(), _NO_STEP if step is None else step)
+    except Exception:  # The step is no whole number, or too large. The call still counts.
+        _write(_memory, _offset, _now(), _NO_STEP)
 
 
 def _find_board() -> bool:
@@ -77,13 +73,13 @@ def _map(path: str, offset: int, token: str) -> object:
         os.close(fd)
 
 
-def _forget() -> None:
+def forget() -> None:
     """A forked child may be another worker, with another slot."""
     global _memory, _is_settled
     _memory, _is_settled = None, False
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=forget)
 
 
 class Board:
@@ -98,7 +94,7 @@ class Board:
         self._fd = os.memfd_create("holdfast-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # Written, not only sized, so that every page exists before a worker touches it.
-            blank = _SLOT.pack(0, _NO_STEP, _NO_STEP).ljust(_SLOT_BYTES, b"\0")
+            blank = _SLOT.pack(0, _NO_STEP).ljust(_SLOT_BYTES, b"\0")
             os.write(self._fd, (_MAGIC + self._token.encode()).ljust(_SLOT_BYTES, b"\0") + blank * count)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self._memory = mmap.mmap(self._fd, 0, prot=mmap.PROT_READ)
@@ -112,19 +108,11 @@ class Board:
 
     def read(self, index: int) -> tuple[float | None, int | None]:
         """The time of the worker's last call, by the monotonic clock, and its step."""
-        at_ns, step, _ = self._slot(index)
-        return (at_ns / 1e9 if at_ns > 0 else None), (None if step == _NO_STEP else step)
-
-    def total(self, index: int) -> int | None:
-        """How many steps there will be, if the worker's last call said so."""
-        total = self._slot(index)[2]
-        return None if total == _NO_STEP else total
-
-    def _slot(self, index: int) -> tuple[int, int, int]:
         try:
-            return _SLOT.unpack_from(self._memory, self._place(index))
+            at_ns, step = _SLOT.unpack_from(self._memory, self._place(index))
         except ValueError:  # Closed, maybe at this moment.
-            return 0, _NO_STEP, _NO_STEP
+            return None, None
+        return (at_ns / 1e9 if at_ns > 0 else None), (None if step == _NO_STEP else step)
 
     def close(self) -> None:
         if not self._memory.closed:

@@ -13,7 +13,8 @@ end of the process `flush` waits for the thread for as long as text moves, and s
 closed or broken costs the text and nothing else. An object in the place of a stream has its `write` called.
 
 Workers and holdfast share the console. The pump and this module note what they have written to it, so that a line of
-holdfast's does not continue a worker's unfinished one.
+holdfast's does not continue a worker's unfinished one. The console may take a text of the pump's in parts
+(`write_part`): holdfast's own text waits until the line is complete, and goes before the next one.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from holdfast.text import plural
 
 _PIECE_BYTES = select.PIPE_BUF  # To this size the kernel writes a text to a pipe in one piece, or not at all.
 _QUEUE_BYTES = 1 << 20  # How much text may wait, not counting texts that must not be dropped.
+_OWN_TEXT_S = 1.0  # How long a text of workers waits at the start of a line for ours.
 _PATIENCE_S = 5.0  # How long the end of the process waits for a reader that reads nothing.
 _AGAIN = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # How the file behind a descriptor is opened again.
 
@@ -114,6 +116,8 @@ class _Queue:
     def reset(self) -> None:
         """Also in a forked child: what waits is its parent's to write, and the lock may be held by no thread of it."""
         self._lock = threading.RLock()  # A signal handler of the program may log.
+        self._has_changed = threading.Condition(self._lock)
+        self._torn: set[tuple[int, int]] = set()  # Files behind consoles that have a part of a line; the rest follows.
         self._texts: deque[_Text] = deque()
         self._bytes = 0
         self._dropped_at: tuple[int, int] | None = None
@@ -127,7 +131,7 @@ class _Queue:
                 return None
             self._tell_dropped()
             text = _Text(fd, data)
-            if not self._texts:
+            if not self._texts and not self._is_torn(fd):
                 # The beginning of a line that the program has printed comes before our text.
                 with contextlib.suppress(OSError, ValueError):
                     if _takes_a_buffer(fd):
@@ -157,19 +161,57 @@ class _Queue:
 
     def _write_texts(self) -> None:
         while (text := self._next()) is not None:
-            text.write(may_wait=True)
+            _poll_writable(text.fd, None)
+            with self._lock:
+                if self._is_torn(text.fd):
+                    continue
+                has_moved = text.write(may_wait=False)
+            if not has_moved:
+                text.write(may_wait=True)
             self._moved_at = time.monotonic()
 
     def _next(self) -> _Text | None:
         with self._lock:
             while self._texts and not self._texts[0].left:
                 self._bytes -= self._texts.popleft().size
+            self._has_changed.notify_all()
             if not self._texts:
                 self._tell_dropped()
             if self._texts:
+                self._has_changed.wait_for(lambda: not self._is_torn(self._texts[0].fd))
                 return self._texts[0]
             self._thread = None
             return None
+
+    def _is_torn(self, fd: int) -> bool:
+        try:
+            return bool(self._torn) and file_behind(fd) in self._torn
+        except OSError:  # Closed.
+            return False
+
+    def _has_text_for(self, file: tuple[int, int]) -> bool:
+        with contextlib.suppress(OSError):  # One is closed.
+            return any(file_behind(text.fd) == file for text in self._texts)
+        return False
+
+    def write_part(self, fd: int, data: bytes | memoryview, goes_on: bool) -> int:
+        file = file_behind(fd)
+        with self._lock:
+            if file not in self._torn:  # Our text goes first, or it would wait for ever.
+                self._has_changed.wait_for(lambda: not self._has_text_for(file), _OWN_TEXT_S)
+            written = write_now(fd, data)
+            if written:
+                note_written(fd, data[:written])
+            if written and (goes_on or written < len(data)) and is_in_line(fd):
+                self._torn.add(file)
+            elif written:
+                self.end_parts(file)
+            return written
+
+    def end_parts(self, file: tuple[int, int]) -> None:
+        with self._lock:
+            self._torn.discard(file)
+            self._has_changed.notify_all()
 
     def flush(self, patience_s: float = _PATIENCE_S) -> None:
         """Wait until all text is written, or until nothing could be written for that long."""
@@ -211,6 +253,25 @@ def write_now(fd: int, data: bytes | memoryview) -> int:
     finally:
         if opened != fd:
             os.close(opened)
+
+
+def write_part(fd: int, data: bytes | memoryview, *, goes_on: bool = False, may_wait: bool = False) -> int:
+    """Write some of a text of workers, and return how much; 0 if that would have to wait. The caller writes the rest,
+    or calls `give_up`. `goes_on`: there is more of the text than `data`."""
+    written = _queue.write_part(fd, data, goes_on)
+    if not written and may_wait:
+        _poll_writable(fd, None)
+        written = _queue.write_part(fd, data, goes_on)
+        if not written:  # The file cannot be opened anew. It takes at least so much, unless another process was faster.
+            written = write_some(fd, data[:_PIECE_BYTES])
+            note_written(fd, data[:written])
+    return written
+
+
+def give_up(fd: int) -> None:
+    """The rest of the line that `write_part` has begun will not come."""
+    with contextlib.suppress(OSError):
+        _queue.end_parts(file_behind(fd))
 
 
 def write_some(fd: int, data: bytes | memoryview) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.rendezvous.etcd import keeper
-from holdfast.testing.etcd_server import EtcdServer
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests.attacks.harness import ESCAPE, check_plain, end, result_of
 from tests.e2e.command import Ended, Holdfast
 

@@ -17,7 +17,7 @@ from tests.promises import promise, proves
 # Rank 1 makes a file, fails when rank 0 and the outsider have mapped everything, and is dead when the round is stopped.
 # The second attempt shows what is left of the first.
 JOB = """
-    import mmap, os, sys, time
+    import mmap, os, signal, sys, time
     prefix, rank = sys.argv[1], os.environ["RANK"]
     def use(name):
         fd = os.open(f"/dev/shm/{prefix}-{name}", os.O_RDWR | os.O_CREAT, 0o600)
@@ -44,7 +44,7 @@ JOB = """
     with open(f"/dev/shm/{prefix}-read-only", "rb") as file:
         kept.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     open("mapped", "w").close()
-    time.sleep(600)
+    signal.pause()
 """
 
 

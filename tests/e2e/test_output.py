@@ -128,11 +128,11 @@ def test_the_last_words_of_a_killed_worker(holdfast: Holdfast) -> None:
 
 
 def test_what_a_worker_says_while_it_is_stopped(holdfast: Holdfast) -> None:
+    os.mkfifo(holdfast.directory / "ready")
     script = holdfast.script("""
         import os, signal, sys, time
         if os.environ["RANK"] == "1":
-            while not os.path.exists("ready"):
-                time.sleep(0.01)
+            open("ready").close()
             sys.exit(1)
         def save(*_):
             sys.stdout.write("saved\\n")

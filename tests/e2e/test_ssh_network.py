@@ -1,13 +1,7 @@
-"""`holdfast run --hosts` with hosts that have networks of their own: each is a namespace with an ssh server.
-
-here (10.77.0.254, a bridge) ---+--- a (10.77.0.1)
-                                +--- b (10.77.0.2)
-"""
+"""`holdfast run --hosts` with hosts that have networks of their own: each is a namespace with an ssh server."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,58 +10,15 @@ import pytest
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast
 from tests.engines import Ssh, agent_of
+from tests.network import HERE, Network
 from tests.promises import promise, proves
 from tests.sshd import hosts
 from tests.support import Mailbox
 
-HERE = "10.77.0.254"
-ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
-
-
-class Network:
-    """Namespaces of the test's own. The command runs in `here`."""
-
-    def __init__(self) -> None:
-        self._ip = support.need_tool("ip")
-        self._mark = f"hf{os.getpid()}"
-        self.here = f"{self._mark}here"
-        made = subprocess.run([self._ip, "netns", "add", self.here], capture_output=True, text=True)
-        if made.returncode:
-            pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
-        self.ip("link", "set", "lo", "up")
-        self.ip("link", "add", "bridge", "type", "bridge")
-        self.ip("link", "set", "bridge", "up")
-        self.ip("addr", "add", f"{HERE}/24", "dev", "bridge")
-        for name, address in ADDRESSES.items():
-            there = self.namespace(name)
-            subprocess.run([self._ip, "netns", "add", there], check=True)
-            self.ip("link", "add", f"to_{name}", "type", "veth", "peer", "name", "eth0", "netns", there)
-            self.ip("link", "set", f"to_{name}", "master", "bridge", "up")
-            for device in ("lo", "eth0"):
-                self.ip("link", "set", device, "up", where=there)
-            self.ip("addr", "add", f"{address}/24", "dev", "eth0", where=there)
-
-    def namespace(self, name: str) -> str:
-        return f"{self._mark}{name}"
-
-    def ip(self, *words: str, where: str = "") -> None:
-        subprocess.run([self._ip, "-n", where or self.here, *words], check=True)
-
-    def within(self, name: str) -> tuple[str, ...]:
-        """The words before a command that is to run in that namespace."""
-        return (self._ip, "netns", "exec", name)
-
-    def cut(self, name: str) -> None:
-        self.ip("link", "set", f"to_{name}", "down")
-
-    def close(self) -> None:
-        for name in (self.here, *map(self.namespace, ADDRESSES)):
-            subprocess.run([self._ip, "netns", "delete", name], check=False)
-
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    made = Network()
+    made = Network(("a", "b"))
     yield made
     made.close()
 
@@ -77,7 +28,7 @@ def ssh(network: Network, holdfast: Holdfast, mailbox: Mailbox, tmp_path: Path) 
     made = Ssh(holdfast, mailbox, tmp_path)
     settings = {name: holdfast.environment()[name] for name in ("TMPDIR", support.TEST_MARK)}
     with hosts(tmp_path / "ssh", {**settings, "HOME": str(tmp_path)}, is_apart=True) as made.servers:
-        for name, address in ADDRESSES.items():
+        for name, address in network.addresses.items():
             made.servers.add(name, address, command=network.within(network.namespace(name)))
         made.command = (*network.within(network.here), COMMAND, "run", "--ssh", made.servers.ssh)
         yield made

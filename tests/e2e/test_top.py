@@ -1,4 +1,4 @@
-"""`holdfast top` in a real terminal, that of tmux: keys, stacks, another size, no colours, and how it leaves."""
+"""`holdfast top` in a real terminal, that of tmux: keys, another size, no colours, and how it leaves."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.e2e.command import COMMAND
 from tests.e2e.terminal import terminal as pty_terminal
 from tests.nodes import Scene
 from tests.promises import promise, proves
+
+SHOWN = r"^RANK +NODE +PID"
 
 
 @pytest.fixture(autouse=True)
@@ -106,43 +108,27 @@ def terminal(scene: Scene) -> Iterator[Terminal]:
 
 
 @promise("""steering.top-shows-nodes-workers: `holdfast top` shows nodes and workers live, keeps failed workers in view,
-    takes stacks, and follows the size of the terminal down to 40 columns.""")
-def test_the_tree_the_selection_and_stacks(scene: Scene, terminal: Terminal) -> None:
-    terminal.type(f"{COMMAND} top {scene.run_id}")
-    terminal.await_text(rf"^run {scene.run_id}: running, round 1, 2 of 2 nodes here")
-    terminal.await_text(r"^> rank 0 running .* pid \d+$")
-    for rank in (1, 2, 3):
-        terminal.await_text(rf"^  rank {rank} running")
-    terminal.press("Down", "Down")
-    terminal.await_text(r"^> rank 2 running")
-    terminal.press("s")
-    terminal.await_text(r"worker\.py")
-    terminal.await_text("any other key: back")
-    terminal.press("x")
-    terminal.await_text(r"^> rank 2 running")
-    terminal.press("q")
-    terminal.await_text(r"^All 4 workers are running\.$")
-    terminal.is_plain_again(0)
-
-
-@proves("steering.top-shows-nodes-workers")
+    and follows the size of the terminal down to 40 columns.""")
 def test_a_failed_worker_stays_visible(scene: Scene, terminal: Terminal) -> None:
     terminal.type(f"{COMMAND} top {scene.run_id}")
-    terminal.await_text(r"^> rank 0 running")
+    terminal.await_text(rf"^run {scene.run_id}: running, round 1, 2 of 2 nodes here")
+    for rank in range(4):
+        terminal.await_text(rf"^{rank} +[01] +\d+ +running")
     scene.order("exit 3", round=1, rank=1)
     terminal.await_text(r"^run \S+: running, round 2, .* 1 of 3 restarts used$")
-    terminal.await_text(r"^failed before:\n  round 1: rank 1 failed \(exit code 3\)")
-    terminal.press("q")
+    terminal.await_text(r"^earlier, in round 1: rank 1 \(pid \d+\) failed \(exit code 3\)")
+    terminal.press("Down", "q")
+    terminal.await_text(r"^All 4 workers are running\.$")
     terminal.is_plain_again(0)
 
 
 @proves("steering.top-shows-nodes-workers")
 def test_forty_columns_and_a_new_size(scene: Scene, terminal: Terminal) -> None:
     terminal.type(f"COLUMNS=90 LINES=30 NO_COLOR=1 {COMMAND} top {scene.run_id}")
-    terminal.await_text(r"^> rank 0 running")
+    terminal.await_text(SHOWN)
     terminal.tmux("resize-window", "-x", "40", "-y", "12")
     terminal.await_text(rf"^run {scene.run_id}: running, round.*\.\.\.$")
-    terminal.await_text(r"^> rank 0 running")
+    terminal.await_text(SHOWN)
     assert max(map(len, terminal.screen.splitlines())) <= 40
     assert not re.search(r"\x1b\[[34][0-7]", terminal.coloured), "there are colours"
     terminal.tmux("resize-window", "-x", "120", "-y", "40")
@@ -156,7 +142,7 @@ def test_forty_columns_and_a_new_size(scene: Scene, terminal: Terminal) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_puts_the_terminal_back(scene: Scene, terminal: Terminal, number: signal.Signals) -> None:
     terminal.type(f"{COMMAND} top {scene.run_id}")
-    terminal.await_text(r"^> rank 0 running")
+    terminal.await_text(SHOWN)
     terminal.press("C-z")  # Ignored: it would leave the screen as it is.
     pane = int(terminal.tmux("display-message", "-p", "#{pane_pid}"))
     [child] = psutil.Process(pane).children()
@@ -166,7 +152,7 @@ def test_a_signal_puts_the_terminal_back(scene: Scene, terminal: Terminal, numbe
 
 def test_the_end_of_the_run_is_shown(scene: Scene, terminal: Terminal) -> None:
     terminal.type(f"{COMMAND} top {scene.run_id}")
-    terminal.await_text(r"^> rank 0 running")
+    terminal.await_text(SHOWN)
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}
     terminal.await_text("the run has ended or cannot be asked")
@@ -179,10 +165,10 @@ def test_a_terminal_that_is_gone_is_one_line(scene: Scene) -> None:
     errors = scene.home / "errors"
     with pty_terminal() as (near, far), errors.open("wb") as stderr:
         command = [sys.executable, "-m", "holdfast", "top", scene.run_id]
-        environ = {**scene._environment("command"), "TERM": "xterm"}
+        environ = {**scene.environment("command"), "TERM": "xterm"}
         top = subprocess.Popen(command, stdin=far, stdout=far, stderr=stderr, start_new_session=True, env=environ)
         os.close(far)
-        near.read_until("rank 0 running")
+        near.read_until("restarts used")
     assert top.wait(60) == 1
     assert errors.read_text().startswith("holdfast top: error: the terminal is gone: "), errors.read_text()
     assert len(errors.read_text().splitlines()) == 1

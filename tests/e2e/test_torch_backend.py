@@ -18,7 +18,7 @@ GROUP = "torchrun.handlers"
 DEADLINE_S = 120.0
 
 JOB = """
-    import os, sys, time
+    import os, signal, sys
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")
     total = torch.ones(1)
@@ -29,7 +29,7 @@ JOB = """
         open("failed", "w").close()
         sys.exit(3)
     if what == "wait" and dist.get_world_size() == 2 or what == "fail" or not os.path.exists("failed"):
-        time.sleep(600)
+        signal.pause()
     dist.barrier()
     dist.destroy_process_group()
 """

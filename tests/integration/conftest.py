@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.testing.etcd_server import EtcdServer
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import nodes, support
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from holdfast.agent.model import WorkerSpec, WorkerState
 from holdfast.rendezvous.api import RendezvousParameters
+from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.registry import get_rendezvous_handler
-from holdfast.testing.etcd_server import EtcdServer
 from tests import entrypoints, support
 from tests.integration import test_agent as lives
 from tests.promises import promise, proves

@@ -53,13 +53,13 @@ on_both = pytest.mark.parametrize("scene", ["tcp", "etcd"], indirect=True)
 def start_leaky(scene: Scene, monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
     """Two nodes with one worker each, and secrets in every place. Gives the token file."""
     token = support.write_secret(scene.home / "token", TOKEN + "\n")
-    environ = Scene._environment
+    environ = Scene.environment
 
     def with_secrets(self: Scene, name: str) -> dict[str, str]:
         secrets = {"WANDB_API_KEY": WANDB, "HOLDFAST_ETCD_PASSWORD": PASSWORD} if name in "ab" else {}
         return {**environ(self, name), **secrets}
 
-    monkeypatch.setattr(Scene, "_environment", with_secrets)
+    monkeypatch.setattr(Scene, "environment", with_secrets)
     script = support.write_script(scene.home / "leaky.py", LEAKY)
     for name in "ab":
         logs = str(scene.home / f"logs-{name}")
@@ -238,7 +238,7 @@ def test_a_full_disk_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "attempt_0" / "0" / "stdout.log").write_bytes(os.urandom(40_000))
     limit = f"ulimit -f 8; exec {COMMAND} bundle --log-dir {tmp_path} -o {scene.home}/full.tar.gz"
     done = subprocess.run(
-        ["bash", "-c", limit], capture_output=True, text=True, timeout=120, env=scene._environment("command")
+        ["bash", "-c", limit], capture_output=True, text=True, timeout=120, env=scene.environment("command")
     )
     assert done.returncode == 1, done
     assert "cannot be written: File too large" in done.stderr
@@ -251,8 +251,8 @@ def test_a_full_disk_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
 def test_a_signal_leaves_nothing(scene: Scene, tmp_path: Path) -> None:
     with listener(b"") as port:  # It says nothing, so the checks of the way to it take some seconds.
         command = [sys.executable, "-m", "holdfast", "bundle", "job7", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        with subprocess.Popen(command, env=scene._environment("command"), cwd=tmp_path) as process:
-            support.wait_until(lambda: [*tmp_path.glob("*.part")], "it has begun to write")
+        with subprocess.Popen(command, env=scene.environment("command"), cwd=tmp_path) as process:
+            support.wait_until(lambda: [*tmp_path.glob("holdfast-bundle*")], "it has begun to write")
             process.terminate()
             assert process.wait(60) == 128 + signal.SIGTERM
     assert [*tmp_path.glob("holdfast-bundle*")] == []

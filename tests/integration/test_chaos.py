@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.etcd_server import EtcdServer
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.nodes import SHORT_S, Node, Scene
 from tests.promises import promise

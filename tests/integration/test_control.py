@@ -50,10 +50,9 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def serve() -> Iterator[Callable[..., ControlSocket]]:
     made: list[ControlSocket] = []
 
-    def serve(run_id: str = "job7", **commands: Callable[[Mapping[str, Any]], Any]) -> ControlSocket:
-        made.append(
-            ControlSocket(run_id, {"status": lambda request: {"pid": os.getpid(), "run_id": run_id}, **commands})
-        )
+    def serve(run_id: str = "job7", slow: tuple[str, ...] = (), **commands: Callable[[Any], Any]) -> ControlSocket:
+        known = {"status": lambda request: {"pid": os.getpid(), "run_id": run_id}, **commands}
+        made.append(ControlSocket(run_id, known, slow))
         return made[-1]
 
     yield serve
@@ -231,8 +230,7 @@ def test_answers_that_are_none(home: Path) -> None:
 @proves("steering.whatever-agent-coordinator")
 def test_slow_commands_delay_no_other_one(serve: Callable[..., ControlSocket]) -> None:
     go = threading.Event()
-    made = serve(wait=lambda request: go.wait(support.DEADLINE_S))
-    made._slow = ("wait",)
+    made = serve(slow=("wait",), wait=lambda request: go.wait(support.DEADLINE_S))
     waiting = [ask.Question(made.path, {"command": "wait"}, 30) for _ in range(control._SLOW_AT_ONCE)]
     refused = asked(made.path, {"command": "wait"}, 30)
     assert refused == {"error": "8 others wait for such an answer already; try again"}
@@ -244,8 +242,7 @@ def test_slow_commands_delay_no_other_one(serve: Callable[..., ControlSocket]) -
 def test_without_a_thread_a_slow_command_is_refused_and_later_served(
     serve: Callable[..., ControlSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = serve(wait=lambda request: threading.current_thread().name)
-    made._slow = ("wait",)
+    made = serve(slow=("wait",), wait=lambda request: threading.current_thread().name)
 
     def fail(**options: Any) -> None:
         raise RuntimeError("can't start new thread")

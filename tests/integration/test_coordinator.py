@@ -30,7 +30,7 @@ from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Settings, Stop
 from tests import support
-from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, form, listener, node
+from tests.coordinators import Caller, CoordinatorProcess, Peer, await_push, coordinator, form, listener, node
 from tests.promises import promise, proves
 
 
@@ -59,14 +59,28 @@ def refusal(handler: CoordinatorHandler) -> str:
 # Rounds.
 
 
-def test_nodes_form_a_world(server: CoordinatorProcess) -> None:
-    with node(server.port, "3") as a, node(server.port, "3") as b, node(server.port, "3") as c:
-        rounds = form(a, b, c)
-    assert {each.number for each in rounds} == {1}
-    assert sorted(each.found.rank for each in rounds) == [0, 1, 2]
-    assert {each.found.world_size for each in rounds} == {3}
-    assert all(each.found.bootstrap_store_info == rounds[0].found.bootstrap_store_info for each in rounds)
-    server.await_line("round 1 begins with 3 nodes")
+@proves("nodes.newest-snapshot-all-can-load")
+def test_nodes_are_told_which_snapshot_to_load(server: CoordinatorProcess) -> None:
+    common, newer = model.SnapshotId(1, 1, 7, 2), model.SnapshotId(1, 1, 8, 2)
+    with node(server.port, "2", rank=0) as a, node(server.port, "2", rank=1) as b:
+        a.held, a.snapshot_port = (model.Held(common, ((0, 2),)), model.Held(newer, ((0, 1),))), 4711
+        for each in (a, b):
+            each.join()
+        places = [await_push(each, model.Sealed).place for each in (a, b)]
+    sources = (model.Source((1, 1), "127.0.0.1", 4711),)
+    assert [each.chosen for each in places] == [model.Chosen(common), model.Chosen(common, sources)]
+
+
+@proves("nodes.agreed-step-kept-by-all")
+def test_nodes_agree_on_a_step_to_write(server: CoordinatorProcess) -> None:
+    with node(server.port, "2", snapshot_every=0.001) as a, node(server.port, "2", snapshot_every=0.001) as b:
+        form(a, b)
+        answers = (model.SavedSteps(5), model.SavedSteps(6, 6), model.SavedSteps(6, 6, 6))
+        orders = (model.KeepFrom(1, 6), model.Agreed(1, 6, to_disk=True), model.Complete(1, (1, 1, 6)))
+        for steps, order in zip(answers, orders, strict=True):
+            for each in (a, b):
+                each.report_steps(1, steps)
+            assert [await_push(each, type(order)) for each in (a, b)] == [order, order]
 
 
 def test_it_tells_who_stands_by_and_how_a_run_ended(server: CoordinatorProcess) -> None:
@@ -156,14 +170,6 @@ def first_node(server: CoordinatorProcess, settings: Settings, **facts: Any) -> 
     return peer
 
 
-@proves("nodes.rejected-settings-differ-requested")
-def test_a_node_whose_settings_differ_is_refused(server: CoordinatorProcess) -> None:
-    words = r"^run '.*' rejected this node: --lease 9, this run has --lease 5$"
-    settings = Settings(2, 2, 30.0, 0.2, close_linger_s=0.3)
-    with first_node(server, settings), node(server.port, "2", lease=9) as b, pytest.raises(UserError, match=words):
-        Caller(b.next_rendezvous).result()
-
-
 @promise("coordinator.loopback-address-refused: A loopback address is refused if other nodes have real addresses.")
 def test_a_node_at_a_loopback_address_is_refused_among_others(server: CoordinatorProcess) -> None:
     words = r"its address is 127\.0\.0\.1, .* first is at 192\.0\.2\.7; give this node an address with --local-addr$"
@@ -243,14 +249,6 @@ def test_somebody_who_hangs_up_at_the_port() -> None:
 def test_something_else_that_speaks_first(says: bytes) -> None:
     with listener(says) as port, node(port) as a:
         assert refusal(a) == f"127.0.0.1:{port} answers, but it is not a holdfast coordinator"
-
-
-@pytest.mark.parametrize("run_id", ["", "x" * 1025])
-def test_run_ids_that_cannot_be(server: CoordinatorProcess, run_id: str) -> None:
-    with Peer(server.port) as peer:
-        peer.await_kind(protocol.Challenge)
-        peer.send(protocol.Hello(protocol.MAJOR, run_id, bytes(32)))
-        assert peer.await_kind(protocol.Denied).reason == f"a run id has 1 to 1024 characters, not {len(run_id)}"
 
 
 @proves("coordinator.nothing-listens-answers-yet")
@@ -531,15 +529,14 @@ def test_nobody_can_connect_before_it_is_ready_to_answer(tmp_path: Path, mailbox
 
 
 @proves("coordinator.memory-file-private-used")
-@pytest.mark.parametrize("junk", [b"", b"junk", b'{"boot_id": 5, "memory": []}'])
-def test_junk_where_its_memory_should_be(tmp_path: Path, junk: bytes) -> None:
+def test_junk_where_its_memory_should_be(tmp_path: Path) -> None:
     first = CoordinatorProcess(tmp_path, port=support.free_port())
     try:
         with node(first.port, lease=2, reconnect_grace=2) as a:
             form(a)
             (state,) = tmp_path.glob("holdfast-*/*.json")
             first.kill()
-            state.write_bytes(junk)
+            state.write_bytes(b'{"boot_id": 5, "memory": []}')
             with coordinator(tmp_path, port=first.port) as second:
                 assert a._client is not None
                 client = a._client
@@ -574,22 +571,6 @@ def test_it_ends_with_its_run(tmp_path: Path) -> None:
             support.wait_until(a.is_closed, "success")
         assert process.process.wait(30) == 0
         assert only_the_end_is_left(tmp_path)
-    finally:
-        process.close()
-
-
-def test_a_visitor_is_no_run(tmp_path: Path) -> None:
-    """One who looks in and leaves neither ends a coordinator nor keeps it."""
-    process = CoordinatorProcess(tmp_path, "--idle-timeout", "60")
-    try:
-        for _ in range(3):
-            with Peer(process.port) as peer:
-                peer.enter("nothing")
-        with node(process.port) as a:
-            assert form(a)[0].number == 1
-            a.set_closed()
-            support.wait_until(a.is_closed, "the end")
-        assert process.process.wait(30) == 0
     finally:
         process.close()
 

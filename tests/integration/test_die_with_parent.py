@@ -36,7 +36,7 @@ COMMAND = """
     if wish == "ends":
         sys.exit(7)
     while True:
-        time.sleep(600)
+        signal.pause()
 """
 
 

@@ -33,11 +33,11 @@ from holdfast.rendezvous.etcd import keeper
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.etcd.gateway import Gateway
 from holdfast.rendezvous.etcd.locator import EtcdLocator, create_handler
+from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership.model import NodeFacts
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.settings import TlsFiles, read
-from holdfast.testing.etcd_server import EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.guarded_etcd import etcd_with_tls
@@ -52,7 +52,7 @@ class Place:
         self.endpoint = endpoint
         self.run_id = uuid.uuid4().hex
         self.gateway = gateway
-        self.leader_key, self.memory_key = keeper.keys_of("/holdfast", self.run_id)
+        self.leader_key, self.memory_key, _ = keeper.keys_of("/holdfast", self.run_id)
 
     @contextlib.contextmanager
     def node(self, nodes: str = "1", endpoint: str = "", **config: Any) -> Iterator[CoordinatorHandler]:

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from holdfast.rendezvous.etcd.gateway import EtcdRefused
-from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import nodes, support
+from tests.etcd_cluster import EtcdCluster
 from tests.guarded_etcd import leader_of
 from tests.nodes import Life, Node, Scene
 from tests.promises import promise, proves
@@ -359,8 +360,8 @@ def test_all_of_etcd_is_down_while_a_round_forms(clustered: Scene, cluster: Etcd
 def lose_data(cluster: EtcdCluster) -> None:
     """Kills all members and starts them again at the same ports, with nothing."""
     kill_all(cluster)
-    for member in cluster._members:
-        shutil.rmtree(member.home)
+    for member in cluster.members:
+        shutil.rmtree(member._home)
     restart_all(cluster)
 
 

@@ -30,11 +30,12 @@ from holdfast.rendezvous.etcd.gateway import (
     is_missing,
     put,
 )
+from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.settings import TlsFiles
-from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
 from tests import support
 from tests.certificates import Certificates, make_certificates
 from tests.coordinators import Caller, listener
+from tests.etcd_cluster import EtcdCluster
 from tests.guarded_etcd import ROOT, call, etcd_with_tls, etcd_with_users, leader_of
 from tests.promises import promise, proves
 from tests.relay import Relay
@@ -204,7 +205,7 @@ def test_without_a_majority(cluster: EtcdCluster) -> None:
         gateway.put(b"k", b"1")
         for number in {0, 1, 2} - {alive}:
             cluster.kill(number)
-        left = cluster._members[alive]
+        left = cluster.members[alive]
         support.wait_until(lambda: b"\netcd_server_has_leader 0\n" in left.fetch("/metrics"), "no leader")
         attempts = count_attempts(gateway)
         for ask in (gateway.get, lambda key: gateway.transact(is_missing(key), [], key)):

@@ -1,4 +1,4 @@
-"""EtcdServer and EtcdCluster: they start anywhere, and leave nothing behind however they end."""
+"""EtcdServer: it starts anywhere, and leaves nothing behind however it ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import psutil
 import pytest
 
 from holdfast.errors import HostError, UserError
+from holdfast.rendezvous import etcd_server
 from holdfast.rendezvous.etcd.gateway import Gateway
-from holdfast.testing import etcd_server
-from holdfast.testing.etcd_server import EtcdCluster, EtcdServer, find_etcd_binary
+from holdfast.rendezvous.etcd_server import EtcdServer, find_etcd_binary
 from tests import support
+from tests.etcd_cluster import EtcdCluster, pid_of
 from tests.guarded_etcd import leader_of
 from tests.promises import promise, proves
 
@@ -41,7 +42,7 @@ def test_a_server_from_start_to_stop(
         monkeypatch.setenv(name, "junk")  # Settings of another etcd, which do not count.
     server = EtcdServer()
     server.start()
-    pid, port = server.pids[0], server.get_port()
+    pid, port = pid_of(server), server.get_port()
     assert (server.get_host(), server.get_endpoint()) == ("127.0.0.1", f"127.0.0.1:{port}")
     with server.get_client() as client:
         client.check_version()
@@ -60,12 +61,6 @@ def test_a_server_from_start_to_stop(
     with server.get_client() as client:
         assert client.get(b"k") is None
     server.stop()
-
-
-def test_the_name_that_users_of_torchelastic_know() -> None:
-    from holdfast.rendezvous import etcd_server as known
-
-    assert (known.EtcdServer, known.EtcdCluster) == (EtcdServer, EtcdCluster)
 
 
 def test_what_others_need_to_run_an_etcd_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +91,12 @@ def test_data_in_a_given_directory_is_kept(tmp_path: Path) -> None:
 
 SERVE = """
     import os, signal, sys, threading
-    from holdfast.testing.etcd_server import EtcdCluster, EtcdServer
+    from holdfast.rendezvous.etcd_server import EtcdServer
 
     def serve():
         global server
-        server = EtcdCluster() if how == "cluster" else EtcdServer()
-        server.__enter__()
+        server = EtcdServer()
+        server.start()
     how = sys.argv[1]
     thread = threading.Thread(target=serve)
     thread.start()
@@ -111,16 +106,16 @@ SERVE = """
     fork = os.fork() if how == "fork" else 1
     if fork == 0:
         signal.pause()
-    print(fork, *server.pids, flush=True)
+    print(fork, server.process.pid, flush=True)
     if how == "exit":
         raise KeyError("of the program")
     sys.stdin.readline()
 """
 
 
-@promise("""etcd.etcdserver-etcdcluster-leaves: An `EtcdServer` or `EtcdCluster` leaves neither process nor data behind,
-    also if its owner is killed or its start fails or is interrupted.""")
-@pytest.mark.parametrize("how", ["server", "cluster", "exit", "fork"])
+@promise("""etcd.etcdserver-leaves: An `EtcdServer` leaves neither process nor data behind, also if its owner is
+    killed or its start fails or is interrupted.""")
+@pytest.mark.parametrize("how", ["server", "exit", "fork"])
 def test_nothing_outlives_its_process(how: str, tmp_path: Path, private_tmp: Path) -> None:
     """A fork of the process has copies of all its descriptors, and lives on."""
     script = support.write_script(tmp_path / "serve.py", SERVE)
@@ -136,11 +131,12 @@ def test_nothing_outlives_its_process(how: str, tmp_path: Path, private_tmp: Pat
             os.kill(fork, signal.SIGKILL)
 
 
-@proves("etcd.etcdserver-etcdcluster-leaves")
+@proves("etcd.etcdserver-leaves")
 def test_without_its_keeper_it_ends_too(private_tmp: Path) -> None:
     with EtcdServer() as server:
-        psutil.Process(server.pids[0]).parent().kill()  # type: ignore[union-attr]
-        assert support.survivors([server.pids[0]]) == []
+        pid = pid_of(server)
+        psutil.Process(pid).parent().kill()  # type: ignore[union-attr]
+        assert support.survivors([pid]) == []
 
 
 def test_a_lost_race_for_a_port_is_run_again(private_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +157,7 @@ def stub(path: Path, source: str) -> str:
     return support.write_script(path, f"#!{sys.executable}\n{source}", executable=True)
 
 
-@proves("etcd.etcdserver-etcdcluster-leaves")
+@proves("etcd.etcdserver-leaves")
 @pytest.mark.parametrize(
     ("option", "source", "complaint"),
     [
@@ -179,7 +175,7 @@ def test_an_etcd_that_cannot_start(
     assert list(private_tmp.iterdir()) == []
 
 
-@proves("etcd.etcdserver-etcdcluster-leaves")
+@proves("etcd.etcdserver-leaves")
 def test_an_interrupted_start_leaves_nothing(
     tmp_path: Path, private_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

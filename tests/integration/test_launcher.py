@@ -23,10 +23,10 @@ from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs, SignalException
 from holdfast.process.errors import ChildFailedError, ProcessFailure
 from holdfast.rendezvous import registry
+from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.telemetry import events
-from holdfast.testing.etcd_server import EtcdServer
 from tests import entrypoints, support
 from tests.promises import promise, proves
 
@@ -243,11 +243,11 @@ def test_workers_that_fail(backend: dict[str, Any], tmp_path: Path, files: Path,
 
 # Rank 1 raises, and takes its time to end; rank 0 notices that its peer is gone, and is faster.
 SLOW_END = """
-import atexit, os, sys, time
+import atexit, os, signal, sys, time
 
 def linger():
     os.close(os.open(sys.argv[1], os.O_WRONLY))
-    time.sleep(600)  # For ever, as far as this test goes: it must be stopped here, by a signal without a handler.
+    signal.pause()  # It must be stopped here, by a signal without a handler.
 
 if os.environ["RANK"] == "1":
     open(sys.argv[2], "a").write(os.environ["TORCHELASTIC_RESTART_COUNT"])

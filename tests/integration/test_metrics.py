@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.rendezvous.coordinator import monitoring
-from holdfast.testing.etcd_server import EtcdServer
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.coordinators import coordinator
 from tests.nodes import Scene

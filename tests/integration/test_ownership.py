@@ -142,14 +142,14 @@ def test_the_agent_is_killed_although_a_child_of_its_program_holds_its_descripto
 ) -> None:
     """A fork of the agent's process keeps a copy of the socket to the spawner open."""
     source = f"""
-        import os, sys, time
+        import os, signal, sys
         from holdfast.process import DefaultLogsSpecs, start_processes
         context = start_processes("t", sys.executable, {{0: ({WORKER!r}, {str(mailbox)!r})}}, {{0: {{}}}},
                                   DefaultLogsSpecs("/dev/null"))
         if os.fork() == 0:
             with open({str(mailbox)!r}, "w") as box:
                 box.write(f"copy - {{os.getpid()}}\\n")
-            time.sleep(600)
+            signal.pause()
         context.wait()
     """
     with support.python(support.write_script(tmp_path / "main.py", source)) as process:

@@ -99,7 +99,7 @@ if outcome == "exit":
     sys.exit(3)
 if outcome.startswith("SIG"):
     os.kill(os.getpid(), getattr(signal, outcome))
-    time.sleep(60)
+    signal.pause()
 """
 BASH = """
 #!/bin/bash

@@ -25,7 +25,7 @@ from tests.promises import promise, proves
 
 # A program that traces itself, and holdfast in it. {exporter} makes the exporter.
 TRACED = """
-import json, os, sys, time
+import json, os, sys, threading
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
@@ -38,7 +38,7 @@ class Failing(SpanExporter):
 
 class Hanging(SpanExporter):
     def export(self, spans):
-        time.sleep(3600)
+        threading.Event().wait()
 
 def work():
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":

@@ -406,7 +406,7 @@ def test_a_signal_ends_an_agent_whose_spawner_is_stopped(
     """The loop turns, so it is alive; nothing but a signal could help it."""
     links: list[SpawnerLink] = []
 
-    def launch() -> SpawnerLink:
+    def launch(modules: tuple[str, ...]) -> SpawnerLink:
         links.append(SpawnerLink.launch())
         support.halt(links[0]._pid)
         return links[0]
@@ -436,7 +436,7 @@ def test_a_spawner_that_is_killed_while_workers_start_is_a_failure_of_the_round(
     hanging: str, preload: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While 16 programs are being executed; while a template imports. The restart that is left is used."""
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    (tmp_path / "slow.py").write_text("import signal\nsignal.pause()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     program, args = (sys.executable, ("-c", "pass")) if preload else (hanging, ())
     spec = WorkerSpec("r", 16, StandaloneRendezvous("x"), entrypoint=program, args=args, max_restarts=1)

@@ -60,6 +60,17 @@ def await_running(scene: Scene, *more: str) -> dict[str, Any]:
     return found
 
 
+def end(scene: Scene) -> None:
+    scene.order("exit 0")
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
+def end_talkers(scene: Scene) -> None:
+    for attempt in (0, 1):
+        (scene.home / f"go{attempt}").touch()
+    assert scene.ended() == {"a": 0, "b": 0}
+
+
 @promise("""steering.status-shows-node-worker: `holdfast status` shows every node and worker, on this host or by
     endpoint, on tcp and etcd.""")
 @on_both
@@ -83,8 +94,7 @@ def test_status_shows_every_node_and_worker(scene: Scene, way: str) -> None:
     assert sentence == "All 4 workers are running."
     for life in lives:
         assert f" {life.pid} " in text
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 0}
+    end(scene)
 
 
 @promise("""steering.status-history-run-node: The status has the history of the run and of each node: rounds with what
@@ -114,8 +124,7 @@ def test_status_tells_what_happened_before(scene: Scene) -> None:
     shown = scene.ask("status", scene.run_id)
     assert re.search(r"^2 rounds, 1 restart after a failure; \d.* lost, goodput \d+ %$", shown, re.M)
     assert len(lives) == 4
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 0}
+    end(scene)
 
 
 @proves("steering.says-sentence-run-waits")
@@ -168,15 +177,17 @@ def test_stop_by_endpoint_wants_the_token(scene: Scene, token: str) -> None:
     assert scene.ended() == {"a": 94, "b": 94}
 
 
-@proves("steering.endpoint-run-stopped-token")
-def test_without_a_token_a_stranger_sees_the_status_and_cannot_stop(scene: Scene) -> None:
+@proves("steering.endpoint-run-stopped-token", "steering.log-deleted-replaced-under")
+def test_without_a_token_or_log_files_a_line_says_what_is_missing(scene: Scene) -> None:
     start_two(scene)
     await_running(scene, *at_endpoint(scene))
+    assert "start the run with --tee 3 --log-dir DIR" in scene.ask("logs", scene.run_id, code=1)
+    assert "--grep [:" in scene.ask("logs", scene.run_id, "--grep", "[", code=2)
+    assert scene.run("logs", scene.run_id, "--rank", "9").returncode == 2
     said = scene.ask("stop", *at_endpoint(scene), code=1)
     assert "this run has no token, so only its own nodes can end it" in said
     assert await_running(scene)["run"]["round"] == 1
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 0}
+    end(scene)
 
 
 @promise("""steering.coordinator-silent-agents-host: While the coordinator is silent, the agents of this host answer for
@@ -192,8 +203,7 @@ def test_while_the_coordinator_is_silent_the_agents_of_this_host_answer(scene: S
     finally:
         os.kill(coordinator, signal.SIGCONT)
     await_running(scene)
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 0}
+    end(scene)
 
 
 @proves("steering.status-asks-several-nodes")
@@ -214,8 +224,7 @@ def test_a_node_that_is_frozen_is_shown_as_silent(scene: Scene, way: str) -> Non
         assert "did not answer within 0.7 s" in reason
     finally:
         os.kill(second.pid, signal.SIGCONT)
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 0}
+    end(scene)
 
 
 @promise("""steering.stop-status-run-node: `holdfast stop` and `holdfast status` of a run of one node without a
@@ -310,7 +319,7 @@ sys.exit({command}.main({[scene.run_id, *options]!r}))
 """
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd="/",
-            env={**scene._environment("command"), "TMPDIR": "/tmp"},
+            env={**scene.environment("command"), "TMPDIR": "/tmp"},
         )  # fmt: skip
         assert done.returncode == 1, done
         assert f"run {scene.run_id!r} is not found on this host (of user 65534;" in done.stderr
@@ -342,7 +351,7 @@ class Follower:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast", "logs", *args],
-                stdout=out, stderr=err, env=scene._environment("command"), cwd=scene.home,
+                stdout=out, stderr=err, env=scene.environment("command"), cwd=scene.home,
             )  # fmt: skip
 
     @property
@@ -487,50 +496,35 @@ def test_the_logs_of_one_round_and_the_nodes_that_are_not_shown(scene: Scene) ->
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-@proves("steering.logs-json-prints-object")
-def test_a_reader_that_has_gone_ends_what_would_go_on(scene: Scene) -> None:
+@proves("steering.logs-json-prints-object", "steering.logs-host-rank-come")
+def test_a_stranger_reads_no_logs_and_a_reader_that_has_gone_ends_what_would_go_on(scene: Scene) -> None:
     start_talkers(scene)
     await_ranks(scene, (scene.run_id,))
+    assert "passes on nothing but the status" in scene.ask("logs", *at_endpoint(scene), "--rank", "1", code=1)
     for args in (("logs", "-f", "--json"), ("top", "--json")):
         command = [sys.executable, "-m", "holdfast", *args, scene.run_id]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=scene._environment("command")) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=scene.environment("command")) as process:
             assert process.stdout is not None
             json.loads(process.stdout.readline())
             process.stdout.close()
             assert process.wait(60) == 0
-    (scene.home / "go0").touch()
-    (scene.home / "go1").touch()
-    assert scene.ended() == {"a": 0, "b": 0}
+    end_talkers(scene)
 
 
-@proves("steering.logs-json-prints-object")
-def test_top_prints_a_picture_a_second_for_programs(scene: Scene) -> None:
-    start_two(scene)
-    await_running(scene)
-    command = [sys.executable, "-m", "holdfast", "top", "--json", scene.run_id]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=scene._environment("command"), text=True) as process:
-        assert process.stdout is not None
-        for _ in range(2):
-            picture = json.loads(process.stdout.readline())
-            assert sorted(w["global_rank"] for agent in picture["agents"] for w in agent["workers"]) == [0, 1, 2, 3]
-        scene.order("exit 0")
-        assert scene.ended() == {"a": 0, "b": 0}
-        assert {json.loads(line)["run_id"] for line in process.stdout} <= {scene.run_id}
-        assert process.wait(60) == 0
-
-
-@proves("steering.stop-names-coordinator-answer")
-def test_top_goes_on_while_the_coordinator_is_silent(scene: Scene) -> None:
+@proves("steering.stop-names-coordinator-answer", "steering.logs-json-prints-object")
+def test_top_prints_a_picture_a_second_and_goes_on_while_the_coordinator_is_silent(scene: Scene) -> None:
     start_two(scene)
     await_running(scene)
     coordinator = scene.await_coordinator()
     command = [sys.executable, "-m", "holdfast", "top", "--json", *at_endpoint(scene)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=scene._environment("command"), text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=scene.environment("command"), text=True
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        json.loads(process.stdout.readline())
+        for _ in range(2):
+            picture = json.loads(process.stdout.readline())
+            assert sorted(w["global_rank"] for agent in picture["agents"] for w in agent["workers"]) == [0, 1, 2, 3]
         support.halt(coordinator)
         try:
             assert process.stderr.readline().endswith("did not answer within 5 s; asking again\n")
@@ -571,16 +565,6 @@ def await_ranks(scene: Scene, where: tuple[str, ...]) -> None:
     support.wait_until(is_ready, "that both agents know their workers")
 
 
-@proves("steering.logs-host-rank-come")
-def test_without_a_token_a_stranger_reads_no_logs_and_a_member_does(scene: Scene) -> None:
-    start_talkers(scene)
-    await_ranks(scene, (scene.run_id,))
-    assert "passes on nothing but the status" in scene.ask("logs", *at_endpoint(scene), "--rank", "1", code=1)
-    (scene.home / "go0").touch()
-    (scene.home / "go1").touch()
-    assert scene.ended() == {"a": 0, "b": 0}
-
-
 @promise("""steering.log-deleted-replaced-under: A log that is deleted or replaced under `logs -f` is one line. Without
     log files the line says which option to give.""")
 def test_a_log_that_is_deleted_or_replaced_is_one_line(scene: Scene) -> None:
@@ -602,16 +586,4 @@ def test_a_log_that_is_deleted_or_replaced_is_one_line(scene: Scene) -> None:
     (scene.home / "go0").touch()
     (scene.home / "go1").touch()
     assert follower.wait() == 0
-    assert scene.ended() == {"a": 0, "b": 0}
-
-
-@proves("steering.log-deleted-replaced-under")
-def test_without_log_files_the_line_says_which_option_to_give(scene: Scene) -> None:
-    start_two(scene)
-    await_running(scene)
-    assert "start the run with --tee 3 --log-dir DIR" in scene.ask("logs", scene.run_id, code=1)
-    assert "--grep [:" in scene.ask("logs", scene.run_id, "--grep", "[", code=2)
-    follower = Follower(scene, scene.run_id, "--rank", "9")
-    assert follower.wait() == 2
-    scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}

@@ -80,6 +80,7 @@ class Agent:
         self._is_stopping = False
         self._pending: deque[lifecycle.Event] = deque()
         self._mailbox: deque[lifecycle.Event] = deque()
+        self._orders: deque[model.SnapshotOrder] = deque()
         self._is_turn_due = False
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._alarm = Alarm(self.engine, host.clock, self._ring)
@@ -217,6 +218,9 @@ class Agent:
             case model.Refused(reason):
                 self.checks.refused(self, reason)
                 self.exit()
+            case model.KeepFrom() | model.Agreed() | model.Complete():
+                self._orders.append(command)
+                self._wake_loop()
             case model.StandBy() | model.Progress() | model.Notice():
                 pass
             case _:
@@ -254,6 +258,8 @@ class Agent:
         if self.engine.now < self.loop_paused_until:
             self._wake_loop()
             return
+        while self._orders:
+            self._pass_on(self._orders.popleft())
         while self.is_alive and not self.is_leaving:
             event = self._next_event()
             if event is None:
@@ -261,6 +267,12 @@ class Agent:
             self._decide(event)
         if self.is_alive:
             self._loop_alarm.set(self.machine.next_deadline())
+
+    def _pass_on(self, order: model.SnapshotOrder) -> None:
+        group, saving = self.group, self.host.society.saving
+        if group is not None and self.place is not None and order.round == self.machine.round == group.round:
+            assert saving is not None
+            saving.take(group, self.place, order)
 
     def _next_event(self) -> lifecycle.Event | None:
         """What its own hands have done comes first, then the workers, then what others say."""
@@ -294,7 +306,10 @@ class Agent:
             case lifecycle.JoinRound():
                 self._port += 1
                 advance = self.group.plan.advance if self.group is not None else None
-                self.tell(node.JoinRequested(self._port, advance=advance))
+                held, saving = self.host.slots.held(), self.host.society.saving
+                self.checks.snapshots_held(self.name, held)
+                port = saving.port_of(self.host) if saving is not None else 0
+                self.tell(node.JoinRequested(self._port, advance=advance, held=held, snapshot_port=port))
             case lifecycle.StartWorkers(round):
                 self._start_workers(round)
             case lifecycle.StopWorkers(round, at_once):
@@ -323,6 +338,8 @@ class Agent:
     def _start_workers(self, round: int) -> None:
         assert self.place is not None
         self.group = self.host.start(self.name, round, self.place.rank, self.place.restarts_used)
+        if self.host.society.saving is not None:
+            self.host.society.saving.begin(self.group, self.place)
         self._pending.append(lifecycle.WorkersStarted(round))
 
     def workers_exited(self, group: Group) -> None:

@@ -14,18 +14,25 @@ from holdfast.failures.records import Failure
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import (
+    Agreed,
+    Complete,
     End,
     Ended,
+    Held,
     Memory,
+    NodeFacts,
     Outcome,
     Place,
     Sealed,
     Settings,
+    SnapshotId,
     Stage,
     Stop,
     World,
 )
+from holdfast.rendezvous.membership.snapshots import Member
 from tests.sim.engine import Violation
+from tests.snapshot_model import newest_loadable, shortage
 
 if TYPE_CHECKING:
     from tests.sim.agent import Agent
@@ -209,6 +216,7 @@ class _Ledger(Checker):
     def set_up(self) -> None:
         self.world: World | None = None
         self._started_at = 0.0
+        self._decided_round = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -227,6 +235,8 @@ class _Ledger(Checker):
         self.was_stopped_otherwise = False
         """By an earlier coordinator, for another reason than a failure."""
         self.was_stopped_for_failure: bool | None = None
+        self._left_since_seal: set[str] = set()
+        """Nodes that announced their leave after the last seal was decided; it may not be written down yet."""
 
     is_uncertain = False
     """Which round the coordinator speaks of, until the next one is sealed."""
@@ -235,6 +245,11 @@ class _Ledger(Checker):
         self._begin()
         self._started_at = self.now()
 
+    def decided(self, memory: Memory) -> None:
+        if memory.last_round > self._decided_round:
+            self._left_since_seal.clear()
+        self._decided_round = memory.last_round
+
     def connection_closed(self, key: str) -> None:
         self.closed_at[key] = self.now()
 
@@ -242,6 +257,8 @@ class _Ledger(Checker):
         world = self.world
         if self.now() - self.closed_at.pop(key, self.now()) >= self.settings.drop_timeout_s:
             self.was_away.add(key)
+        if isinstance(message, (protocol.Leaving, protocol.Left)):
+            self._left_since_seal.add(key)
         if world is None:
             return
         if isinstance(message, (protocol.Join, protocol.Return)) and self._is_in_time():
@@ -291,9 +308,11 @@ class _Ledger(Checker):
         return [key for key in self.world.keys if key not in present]
 
     def world_sealed(self, world: World) -> None:
+        left = self._left_since_seal.intersection(world.keys)
         self.world, self.is_uncertain = world, False
         self._begin()
         self.back.update(world.keys)
+        self.leaving |= left
 
 
 class MembershipIsFree(_Ledger):
@@ -673,6 +692,129 @@ class StoppingIsBounded(Checker):
             self._until = max(self._until, self.now() + 2 * self.settings.lease_s)
 
 
+class OneStepForAll(Checker):
+    """All ranks of a round load the same snapshot: the newest that all of them could load, of what its members had when
+    they joined. It was committed, and members that lack ranks of it get each from a node that has it."""
+
+    def set_up(self) -> None:
+        self._held: dict[str, tuple[Held, ...]] = {}
+        """By node."""
+        self._committed: set[tuple[SnapshotId, int]] = set()
+        self._loaded: dict[tuple[int, int], SnapshotId | None] = {}
+
+    def data_lost(self) -> None:
+        self._loaded.clear()
+
+    def snapshots_held(self, node: str, held: tuple[Held, ...]) -> None:
+        self._held[node] = held
+
+    def committed(self, snapshot: SnapshotId, rank: int) -> None:
+        self._committed.add((snapshot, rank))
+
+    def world_sealed(self, world: World) -> None:
+        members = [self._member(facts) for _, facts in sorted(world.members.items())]
+        if (expected := newest_loadable(members)) != (found := _snapshot_of(world.template)):
+            self.object(f"round {world.round} loads {found}, its members could load {expected}")
+        for key, rank in world.ranks.items():
+            chosen = world.place_of(key).chosen
+            if (chosen is None) == any(member.held for member in members):
+                self.object(f"{key} is told nothing of snapshots")
+            if chosen is not None and chosen.snapshot != expected:
+                self.object(f"{key} is to load {chosen.snapshot}, others {expected}")
+            problem = shortage(members, rank, expected, chosen.sources) if chosen is not None and expected else ""
+            if problem:
+                self.object(f"{key} in round {world.round}: {problem}")
+
+    def _member(self, facts: NodeFacts) -> Member:
+        held = self._held.get(facts.node_id, ())
+        return Member(facts.local_world_size, held, facts.address, facts.snapshot_port)
+
+    def rank_loaded(self, place: Place, rank: int, snapshot: SnapshotId | None, part: int) -> None:
+        """`part` is the rank that has saved what it loads."""
+        if self._loaded.setdefault(place.order, snapshot) != snapshot:
+            self.object(f"rank {rank} of round {place.round} loads {snapshot}, others {self._loaded[place.order]}")
+        if snapshot is not None and (snapshot, part) not in self._committed:
+            self.object(f"rank {rank} of round {place.round} loads {snapshot}, which rank {part} never saved")
+
+    def source_is_empty(self, name: str, part: int, snapshot: SnapshotId) -> None:
+        self.object(f"{name} has used the slot of rank {part} of {snapshot} before it was fetched")
+
+
+def _snapshot_of(place: Place) -> SnapshotId | None:
+    return place.chosen.snapshot if place.chosen is not None else None
+
+
+class AgreedMeansKept(Checker):
+    """A step is agreed when all members of the round keep it, and complete when all of them have stored it."""
+
+    def set_up(self) -> None:
+        self._worlds: dict[int, World] = {}
+        self._kept: dict[str, tuple[int, int, int]] = {}
+        """What each node keeps now."""
+        self._stored: set[tuple[str, tuple[int, int, int]]] = set()
+
+    def world_sealed(self, world: World) -> None:
+        self._worlds[world.round] = world
+
+    def step_kept(self, node: str, snapshot: SnapshotId) -> None:
+        self._kept[node] = snapshot.order
+
+    def step_stored(self, node: str, snapshot: SnapshotId, ranks: range) -> None:
+        self._stored.add((node, snapshot.order))
+
+    def snapshot_ordered(self, order: Agreed | Complete) -> None:
+        if isinstance(order, Agreed):
+            saved, done = (*self._worlds[order.round].order, order.step), {*self._kept.items()}
+        else:
+            saved, done = order.saved, self._stored
+        for member in self._worlds[saved[1]].members.values():
+            if (member.node_id, saved) not in done:
+                self.object(f"{order}, but {member.node_id} does not keep it, or has not stored it")
+
+
+class LastCompleteSurvives(Checker):
+    """If for each rank of the last complete snapshot a node is in the new world that had it then, of its own or as a
+    copy, the world loads that snapshot or a newer one. Each rank is on as many other nodes as the user wants when it
+    is first told; a later and larger world, which is told again, may want more."""
+
+    def set_up(self) -> None:
+        self._holders: dict[tuple[int, int, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._sizes: dict[tuple[int, int, int], int] = {}
+        self._complete: tuple[int, int, int] | None = None
+        self._told: set[tuple[int, int, int]] = set()
+        self._wanted = 1
+        """On how many nodes each rank of a complete snapshot is."""
+
+    def step_stored(self, node: str, snapshot: SnapshotId, ranks: range) -> None:
+        self._sizes[snapshot.order] = snapshot.world_size
+        for rank in ranks:
+            self.copied(node, snapshot, rank)
+
+    def copied(self, node: str, snapshot: SnapshotId, rank: int) -> None:
+        self._holders[snapshot.order][rank].add(node)
+
+    def snapshot_ordered(self, order: Agreed | Complete) -> None:
+        if isinstance(order, Complete) and (self._complete is None or order.saved > self._complete):
+            self._complete = order.saved
+            least = min((len(each) for each in self._holders[order.saved].values()), default=0)
+            if least < self._wanted and order.saved not in self._told:
+                self.object(f"{order}, but a rank of it is on {least} nodes")
+            self._told.add(order.saved)
+
+    def world_sealed(self, world: World) -> None:
+        can_copy = all(facts.snapshot_port for facts in world.members.values())
+        self._wanted = 1 + min(self.settings.snapshot_copies, world.size - 1) if can_copy else 1
+        if self._complete is None:
+            return
+        present = {facts.node_id for facts in world.members.values() if facts.snapshot_port}
+        holders, found = self._holders[self._complete], _snapshot_of(world.template)
+        is_loadable = all(holders[rank] & present for rank in range(self._sizes[self._complete]))
+        if is_loadable and (found is None or found.order < self._complete):
+            self.object(f"round {world.round} loads {found}, and {self._complete} was complete")
+        if found is not None and found.order < self._complete:
+            self._complete = None  # The nodes discard what is newer than the snapshot that they load.
+
+
 class WritesAreInTurn(Checker):
     """A coordinator writes in its time, each thing once and in order. A request that is carried out late, after the
     coordinator was replaced or has asked for something else, changes nothing."""
@@ -749,8 +891,9 @@ class TellingsAreBacked(Checker):
 RULES: tuple[type[Checker], ...] = (
     RanksAgree, RoundsRise, SizeWithinBounds, OneRoundPerNode, OneWorldAtOnce, SurvivorsKeepOrder, MembershipIsFree,
     FailuresAreCharged, NoFailureIsForgotten, RootCause, SuccessIsUnanimous, RestartsWithinBudget, LossesAreBounded,
-    AdmittedTogether, OneOutcome, EndedRunStaysEnded, NobodyLostWithoutReason, OnlyMisfitsAreRefused, StoppingIsBounded,
-    WritesAreInTurn, OneInOffice, OnlyInOffice, TellingsAreBacked,
+    AdmittedTogether, OneStepForAll, AgreedMeansKept, LastCompleteSurvives, OneOutcome, EndedRunStaysEnded,
+    NobodyLostWithoutReason, OnlyMisfitsAreRefused, StoppingIsBounded, WritesAreInTurn, OneInOffice, OnlyInOffice,
+    TellingsAreBacked,
 )  # fmt: skip
 
 

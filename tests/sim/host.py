@@ -16,10 +16,12 @@ from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership.restart_policy import Advance
 from tests.sim.checkers import Checks
 from tests.sim.engine import Alarm, Clock, Engine
+from tests.sim.slots import Slots
 
 if TYPE_CHECKING:
     from tests.sim.agent import Agent
     from tests.sim.coordinator import Coordinator
+    from tests.sim.snapshots import Saving
 
 AGENT_DEATH_TO_WORKERS_DEATH_S = 0.2
 SPAWNER_LATENESS_S = 0.002
@@ -74,6 +76,8 @@ class Society:
         """The ranks of a round whose workers have succeeded."""
         self.is_peaceful = False
         """From now on nobody fails of itself or hangs."""
+        self.saving: Saving | None = None
+        """Without it no worker saves anything."""
 
     def born(self, group: Group) -> None:
         self.alive.append(group)
@@ -133,6 +137,8 @@ class Host:
         """Processes of agents here, dead or alive, that were elected."""
         self.group: Group | None = None
         self.grace_s = 5.0
+        self.slots = Slots()
+        """The snapshots that the spawner of the present agent holds."""
         self._lease_until: float | None = None
         self._lease = Alarm(engine, clock, self._lease_ended)
 
@@ -197,6 +203,7 @@ class Host:
     def agent_died(self) -> None:
         self.agent = None
         self.is_frozen = False
+        self.slots = Slots()
         group, self.group = self.group, None
         if group is not None:
             delay_s = self.engine.random.random() * AGENT_DEATH_TO_WORKERS_DEATH_S

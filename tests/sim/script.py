@@ -22,6 +22,7 @@ from tests.sim.etcd import Etcd, Gateway
 from tests.sim.faults import LEADER_LEASE_S
 from tests.sim.host import Host, Plan, Society
 from tests.sim.network import Address, Network
+from tests.sim.snapshots import Saving
 
 DELAY_S = 0.01
 FOR_EVER = Plan(None)
@@ -44,6 +45,8 @@ class Script:
         self.engine = Engine(Random(0))
         self.checks = self._make_checks()
         self.society = Society(self.engine, self.checks)
+        self.society.saving = self._saving = Saving(self.engine, self.checks, Random(0))
+        self._saving.has_token = self._saving.is_over = True  # Workers save when the script says so.
         self.hosts: dict[str, Host] = {}
         self._times = {"grace_s": grace_s, "stop_margin_s": stop_margin_s}
         self._plans: dict[tuple[str, int], Plan] = {}
@@ -88,6 +91,7 @@ class Script:
         if host is None:
             host = self.hosts[name] = Host(self.engine, name, clock, self.society, self)
             host.grace_s = self._times["grace_s"]
+            self._saving.hosts[name] = host
         host.agents_started += 1
         node_id = name + "'" * (host.agents_started - 1)
         facts = NodeFacts(node_id, address=name, requested_rank=rank, host=name, **self._times)
@@ -117,6 +121,17 @@ class Script:
         group = self.hosts[name].group
         assert group is not None
         self.hosts[name].kill(group, "by the kernel")
+
+    def save(self, names: str, at: float, step: int) -> None:
+        """The workers of these nodes, one each, commit that step."""
+        for name in names:
+            self.engine.at(at, self._save, name, step)
+
+    def _save(self, name: str, step: int) -> None:
+        agent = self._agent(name)
+        assert agent.place is not None
+        self.engine.note(name, "saves step", str(step))
+        self._saving.commit(agent.host, agent.place, agent.place.rank, step)
 
     def close(self, name: str, at: float) -> None:
         self.engine.at(at, lambda: self._agent(name).tell(protocol.Close("closed by the user")))

@@ -11,19 +11,37 @@ import pytest
 from holdfast.failures.records import Failure
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.membership import protocol
-from holdfast.rendezvous.membership.model import End, Ended, Memory, NodeFacts, Outcome, Sealed, Settings, Stop, World
+from holdfast.rendezvous.membership.model import (
+    Agreed,
+    Chosen,
+    Complete,
+    End,
+    Ended,
+    Held,
+    Memory,
+    NodeFacts,
+    Outcome,
+    Sealed,
+    Settings,
+    SnapshotId,
+    SnapshotPlan,
+    Stop,
+    World,
+)
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests.promises import promise
 from tests.sim.checkers import RULES, Checks, name_of
 from tests.sim.engine import Violation
 
-SETTINGS = Settings(min_nodes=2, max_nodes=3, policy=RestartPolicy(max_restarts=1))
-A, B, C, D = (NodeFacts(name, address=name, port=1) for name in "abcd")
+SETTINGS = Settings(min_nodes=2, max_nodes=3, snapshot_copies=1, policy=RestartPolicy(max_restarts=1))
+A, B, C, D = (NodeFacts(name, address=name, port=1, snapshot_port=1) for name in "abcd")
 CRASH = Failure("a", 0, 1, "", "it crashed")
 ECHO = Failure("b", 1, 1, "", "connection closed", is_consequence=True)
 FAILED = Outcome(End.FAILED, "no restarts are left", CRASH)
 PLACE = World.of(1, 1, (A, B)).place_of(A.key)
 LEADER = Leader("a", 1, "token", 1)
+SNAPSHOT = SnapshotId(1, 1, 5, 2)
+HELD, REST = Held(SNAPSHOT, ((0, 1),)), Held(SNAPSHOT, ((1, 1),))
 STOP = Stop(1, "it crashed", is_failure=True)
 SUCCEEDED = Outcome(End.SUCCEEDED, "all workers have succeeded")
 
@@ -41,8 +59,8 @@ def join_after(round: int) -> Any:
     return protocol.Join(A, SETTINGS, World.of(1, round, (A, C)).place_of(A.key))
 
 
-def sealed(round: int, *members: NodeFacts, restarts_used: int = 0) -> Callable[[Checks], None]:
-    return lambda checks: checks.world_sealed(World.of(1, round, members, restarts_used))
+def sealed(round: int, *members: NodeFacts, restarts_used: int = 0, **plan: Any) -> Callable[[Checks], None]:
+    return lambda checks: checks.world_sealed(World.of(1, round, members, restarts_used, plan=SnapshotPlan(**plan)))
 
 
 def heard(node: NodeFacts, message: Any) -> Callable[[Checks], None]:
@@ -55,6 +73,14 @@ def wrote(round: int, restarts_used: int = 0, outcome: Outcome | None = None) ->
 
 def did(hook: str, *arguments: Any) -> Callable[[Checks], None]:
     return lambda checks: getattr(checks, hook)(*arguments)
+
+
+def kept(name: str) -> Callable[[Checks], None]:
+    return did("step_kept", name, SNAPSHOT)
+
+
+def stored(node: NodeFacts, rank: int) -> Callable[[Checks], None]:
+    return did("step_stored", node.node_id, SNAPSHOT, range(rank, rank + 1))
 
 
 def placed(node: NodeFacts, world: World, rank: int) -> Callable[[Checks], None]:
@@ -82,6 +108,10 @@ def later(seconds: float) -> Callable[[Checks], None]:
 def held_up(node: NodeFacts, *, free_for_s: float) -> Callable[[Checks], None]:
     host = SimpleNamespace(grace_s=8.0)
     return did("loop_held_up", SimpleNamespace(name=node.node_id, loop_free_for_s=free_for_s, host=host))
+
+
+def decided(round: int) -> Callable[[Checks], None]:
+    return lambda checks: checks.decided(Memory(last_round=round))
 
 
 STOPPED = [sealed(1, A, B), did("stop_ordered", STOP)]
@@ -126,10 +156,49 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
     ("losses_are_bounded", [sealed(1, A, B), heard(A, join(A)), sealed(2, A, C), *[
         each for round in range(2, 22) for each in (heard(A, join_after(round)), sealed(round + 1, A, C))
     ]]),
+    # A leave that was announced before the seal was decided excuses nothing.
+    ("losses_are_bounded", [
+        sealed(1, A, B), heard(A, join(A)), heard(C, protocol.Left()), decided(2), sealed(2, A, C), *[
+        each for round in range(2, 22) for each in (heard(A, join_after(round)), sealed(round + 1, A, C))
+    ]]),
     ("losses_are_bounded", [sealed(1, A, B), wrote(1, 0, Outcome(End.FAILED, "used up (--loss-limit 20)"))]),
     ("admitted_together", [
         sealed(1, A), later(9.0), heard(B, protocol.Join(B, SETTINGS)), later(13.9),
         did("stop_ordered", Stop(1, "b joins")),
+    ]),
+    ("one_step_for_all", [did("snapshots_held", "a", (HELD, REST)), sealed(1, A)]),
+    ("one_step_for_all", [sealed(1, A, chosen=Chosen(SNAPSHOT))]),
+    ("one_step_for_all", [
+        did("snapshots_held", "a", (HELD, REST)),
+        sealed(1, A, B, chosen=Chosen(SNAPSHOT), fetching={1: Chosen(None)}),
+    ]),
+    ("one_step_for_all", [
+        did("snapshots_held", "a", (HELD,)), did("snapshots_held", "b", (REST,)),
+        sealed(1, B, A, chosen=Chosen(SNAPSHOT)),
+    ]),
+    ("one_step_for_all", [
+        did("committed", SNAPSHOT, 0), did("rank_loaded", PLACE, 0, SNAPSHOT, 0),
+        did("rank_loaded", PLACE, 1, None, 1),
+    ]),
+    ("one_step_for_all", [
+        did("committed", SNAPSHOT, 0), did("rank_loaded", PLACE, 1, SNAPSHOT, 1),
+    ]),
+    ("one_step_for_all", [did("source_is_empty", "a", 0, SNAPSHOT)]),
+    ("agreed_means_kept", [sealed(1, A, B), kept("a"), did("snapshot_ordered", Agreed(1, 5))]),
+    ("agreed_means_kept", [
+        sealed(1, A, B), kept("a"), kept("b"), did("snapshot_ordered", Agreed(1, 5)), stored(A, 0),
+        did("snapshot_ordered", Complete(1, SNAPSHOT.order)),
+    ]),
+    ("last_complete_survives", [
+        stored(A, 0), stored(B, 1), did("snapshot_ordered", Complete(1, SNAPSHOT.order)), sealed(2, A, B),
+    ]),
+    ("last_complete_survives", [
+        stored(A, 0), stored(B, 1), did("copied", "c", SNAPSHOT, 0), did("snapshot_ordered", Complete(1,
+        SNAPSHOT.order)), sealed(2, C, B, chosen=Chosen(SnapshotId(1, 1, 4, 2))),
+    ]),
+    ("last_complete_survives", [
+        sealed(1, A, B), stored(A, 0), stored(B, 1), did("copied", "b", SNAPSHOT, 0), did("copied", "b", SNAPSHOT, 1),
+        did("snapshot_ordered", Complete(1, SNAPSHOT.order)),
     ]),
     ("one_outcome", [wrote(1, 0, Outcome(End.CLOSED, "")), wrote(1, 0, Outcome(End.CLOSED, "again"))]),
     ("one_outcome", [did("outcome_learned", SimpleNamespace(name="a"), SUCCEEDED)]),
@@ -176,6 +245,20 @@ def test_the_rule_objects_at_the_last_step(rule: str, story: list[Callable[[Chec
     with pytest.raises(Violation) as caught:
         story[-1](checks)
     assert caught.value.checker == rule
+
+
+def test_a_leave_between_the_decision_to_seal_and_the_write_is_no_loss() -> None:
+    checks = Checks(SETTINGS, lambda: 0.0, RULES)
+    for round in range(1, 30):
+        for step in (decided(round), heard(C, protocol.Left()), sealed(round, A, C), heard(A, join_after(round))):
+            step(checks)
+
+
+def test_a_larger_world_is_told_again_of_a_snapshot_that_was_complete_in_a_smaller_one() -> None:
+    checks = Checks(SETTINGS, lambda: 0.0, tuple(each for each in RULES if name_of(each) == "last_complete_survives"))
+    complete, older = did("snapshot_ordered", Complete(1, SNAPSHOT.order)), Chosen(SnapshotId(1, 1, 4, 2))
+    for step in (stored(A, 0), stored(A, 1), complete, sealed(2, B, C, chosen=older), sealed(3, A, B), complete):
+        step(checks)
 
 
 def test_every_rule_has_a_story() -> None:

@@ -25,6 +25,8 @@ SEEDS_IN_A_CHUNK = 50
     stay within the budget, and membership changes are free, within the limit for lost nodes. An ended run stays ended.
     All nodes learn one outcome with one cause. This holds at one endpoint, and on etcd with a coordinator that
     moves.""")
+@promise("""simulation.snapshot-is-the-newest: All ranks of a round load the same snapshot that was committed, and it is
+    the newest that all of them could load of what their nodes held when they joined.""")
 @promise("""simulation.etcd-holds-coordinators: On etcd the same holds when coordinators are killed, frozen past their
     leases, cut off from etcd or lost with their hosts, when etcd loses its quorum, has no space left, ends a lease
     early or loses all its data, and when requests are late or their outcome is unknown.""")

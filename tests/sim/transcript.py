@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from holdfast.failures.records import Failure
-from holdfast.rendezvous.membership.model import Memory, NodeFacts, Outcome, Place, Settings
+from holdfast.rendezvous.membership.model import Memory, NodeFacts, Outcome, Place, Settings, SnapshotId
 from holdfast.rendezvous.membership.node_lease import Connect, HangUp, Locate, SetLease
 from holdfast.rendezvous.membership.protocol import FromNode
 
@@ -94,7 +94,10 @@ def _words(thing: object) -> str:
             return ""
         case Place():
             place = f"round {thing.round} rank {thing.rank} of {thing.node_count}"
+            place += f", {_words(thing.chosen)}" if thing.chosen is not None else ""
             return f"{place}, master {thing.master_address}:{thing.master_port}, restarts {thing.restarts_used}"
+        case SnapshotId():
+            return f"step {thing.step} of round {thing.round}"
         case Failure():
             kind = " (a consequence)" if thing.is_consequence else ""
             return f"{thing.text!r}{kind}"

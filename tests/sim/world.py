@@ -20,9 +20,20 @@ from tests.sim.agent import Agent, Fixed
 from tests.sim.checkers import Checks
 from tests.sim.coordinator import Coordinator, Disk
 from tests.sim.engine import Engine, Violation
-from tests.sim.faults import CALM, KINDS, SLOWEST, TIMINGS, Misfortune, Workload, draw_clock, draw_profile
+from tests.sim.faults import (
+    CALM,
+    KINDS,
+    SLOWEST,
+    TIMINGS,
+    Misfortune,
+    Workload,
+    draw_clock,
+    draw_profile,
+    with_snapshots,
+)
 from tests.sim.host import Host, Society
 from tests.sim.network import Address, Network
+from tests.sim.snapshots import Saving
 
 
 class FakeWorld:
@@ -36,7 +47,8 @@ class FakeWorld:
     def __init__(self, seed: int) -> None:
         random = Random(seed)
         self.seed = seed
-        self.profile = draw_profile(random, self.kinds, self.timings)
+        chance = Random(f"snapshots of {seed}")
+        self.profile = with_snapshots(draw_profile(random, self.kinds, self.timings), chance)
         self.engine = Engine(random)
         self.clock = draw_clock(random, is_coordinator=True)
         self.checks = Checks(self.profile.settings, self._time_of_rules)
@@ -44,6 +56,7 @@ class FakeWorld:
             self.checks.be_calm()
         self.network = Network(self.engine, self.profile.max_delay_s)
         self.society = Society(self.engine, self.checks)
+        self.society.saving = self.saving = Saving(self.engine, self.checks, chance)
         self.workload = Workload(random, self.profile)
         self.misfortune = self._make_misfortune()
         self.hosts: list[Host] = []
@@ -127,6 +140,7 @@ class FakeWorld:
         host = Host(self.engine, f"h{len(self.hosts)}", clock, self.society, self.workload)
         host.grace_s = self.profile.grace_s
         self.hosts.append(host)
+        self.saving.hosts[host.name] = host
         return host
 
     def start_agent(self, host: Host, settings: Settings | None = None) -> None:
@@ -211,7 +225,7 @@ class FakeWorld:
 
     def _heal_everything(self) -> None:
         self.engine.note("world", "the faults are over")
-        self.society.is_peaceful = self.workload.is_peaceful = True
+        self.society.is_peaceful = self.workload.is_peaceful = self.saving.is_over = True
         self.misfortune.end()
         self._recover()
         for host in self.hosts:

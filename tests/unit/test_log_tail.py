@@ -70,7 +70,7 @@ def test_a_long_log_begins_near_its_end_with_a_whole_line(log: Log) -> None:
     assert part.text.startswith("line 000")
     assert part.text.endswith("line 00099999\n")
     assert len(part.text) <= CHUNK_BYTES
-    assert (part.note.endswith("MB of the log come before this"), part.begins_anew) == (True, False)
+    assert (part.note.endswith("MiB of the log come before this"), part.begins_anew) == (True, False)
 
 
 @proves("dashboard.follows-log-chosen-rank")

@@ -28,8 +28,8 @@ from holdfast.hosts.ssh import transport as ssh
 from holdfast.hosts.ssh.host_list import Host
 from holdfast.hosts.ssh.transport import HostsJob
 from holdfast.process.output.logs import Std
-from holdfast.process.workers import device_memory
 from holdfast.process.workers.cpus import AffinityMode, NumaOptions
+from holdfast.process.workers.group import GroupSpec
 from holdfast.rendezvous.membership.model import Admit, AgentStore, Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
@@ -59,6 +59,10 @@ def beside(agent: LocalElasticAgent) -> dict[str, Any]:
     started = spec(agent).on_first_node
     assert isinstance(started, partial)
     return started.keywords
+
+
+def group(agent: LocalElasticAgent) -> GroupSpec:
+    return agent._group
 
 
 def handler(agent: LocalElasticAgent) -> Any:
@@ -93,14 +97,15 @@ EFFECTS = {
     "module": Effect(None, lambda a: spec(a).args, ("-u", "-m", "x.py")),
     "no_python": Effect(None, lambda a: (spec(a).entrypoint, spec(a).args), ("./x.py", ())),
     "run_path": Effect(None, lambda a: spec(a).entrypoint, program.run_script_path),
-    "wait_for_gpu_memory": Effect("7m", lambda a: a._group.wait_for_gpu_memory_s, 420.0),
-    "clean_shm": Effect(None, lambda a: a._group.clean_shm, True),
-    "start_method": Effect("fork", lambda a: a._group.start_method, "fork"),
-    "preload": Effect("json,a.b", lambda a: a._group.preload, ("json", "a.b")),
-    "preload_timeout": Effect("7m", lambda a: a._group.preload_timeout_s, 420.0),
+    "clean_shm": Effect(None, lambda a: group(a).clean_shm, True),
+    "start_method": Effect("fork", lambda a: group(a).start_method, "fork"),
+    "preload": Effect("json,a.b", lambda a: group(a).preload, ("json", "a.b")),
+    "preload_keep": Effect("7m", lambda a: group(a).preload_keep_s, 420.0, "--preload=json"),
+    "preload_only": Effect(None, lambda a: group(a).preload_learns, None, "--preload=json"),
+    "preload_timeout": Effect("7m", lambda a: group(a).preload_timeout_s, 420.0, "--preload=json"),
     "role": Effect("trainer", lambda a: spec(a).role, "trainer"),
     "virtual_local_rank": Effect(None, lambda a: spec(a).virtual_local_rank, True),
-    "numa_binding": Effect("socket", lambda a: a._group.numa_options, NumaOptions(AffinityMode.SOCKET)),
+    "numa_binding": Effect("socket", lambda a: group(a).numa_options, NumaOptions(AffinityMode.SOCKET)),
     "nnodes": Effect(
         "2:5", lambda a: (agreed(a).min_nodes, agreed(a).max_nodes), (2, 5), "--rdzv-backend=tcp --rdzv-endpoint=h:7"
     ),
@@ -121,6 +126,8 @@ EFFECTS = {
     "lease": Effect("70", lambda a: agreed(a).lease_s, 70.0, TCP),
     "admit": Effect("on-restart", lambda a: agreed(a).admit, Admit.ON_RESTART, TCP),
     "agent_store": Effect("off", lambda a: agreed(a).agent_store, AgentStore.OFF, TCP),
+    "snapshot_copies": Effect("1", lambda a: agreed(a).snapshot_copies, 1, f"{TCP} --token-file=secret"),
+    "snapshot_every": Effect("10m", lambda a: agreed(a).snapshot_every_s, 600.0, TCP),
     "admit_delay": Effect("7", lambda a: agreed(a).admit_delay_s, 7.0, TCP),
     "on_isolation": Effect("continue", lambda a: meeting(a).on_isolation, "continue", TCP),
     "token_file": Effect("secret", lambda a: meeting(a).token, b"the word of the day", TCP),
@@ -154,15 +161,15 @@ EFFECTS = {
         HangPolicy(hang_timeout_s=60.0, pattern="step", progress_every_s=420.0),
         "--hang-timeout=60 --progress-pattern=step",
     ),
-    "log_dir": Effect("logs", lambda a: a._group.logs_specs.root_log_dir, "logs"),
-    "redirects": Effect("1", lambda a: a._group.logs_specs._redirects, Std.OUT),
-    "log_line_prefix_template": Effect("${rank} ", lambda a: a._group.log_line_prefix_template, "${rank} "),
-    "prefix": Effect("never", lambda a: a._group.prefix, "never"),
-    "tee": Effect("2", lambda a: a._group.logs_specs._tee, Std.ERR),
-    "local_ranks_filter": Effect("0", lambda a: a._group.logs_specs._local_ranks_filter, {0}),
-    "duplicate_stdout_filters": Effect("a,b", lambda a: a._group.duplicate_stdout_filters, ["a", "b"]),
-    "duplicate_stderr_filters": Effect("a,b", lambda a: a._group.duplicate_stderr_filters, ["a", "b"]),
-    "logs_specs": Effect("mine", lambda a: type(a._group.logs_specs).__module__, "fake_logs"),
+    "log_dir": Effect("logs", lambda a: group(a).logs_specs.root_log_dir, "logs"),
+    "redirects": Effect("1", lambda a: group(a).logs_specs._redirects, Std.OUT),
+    "log_line_prefix_template": Effect("${rank} ", lambda a: group(a).log_line_prefix_template, "${rank} "),
+    "prefix": Effect("never", lambda a: group(a).prefix, "never"),
+    "tee": Effect("2", lambda a: group(a).logs_specs._tee, Std.ERR),
+    "local_ranks_filter": Effect("0", lambda a: group(a).logs_specs._local_ranks_filter, {0}),
+    "duplicate_stdout_filters": Effect("a,b", lambda a: group(a).duplicate_stdout_filters, ["a", "b"]),
+    "duplicate_stderr_filters": Effect("a,b", lambda a: group(a).duplicate_stderr_filters, ["a", "b"]),
+    "logs_specs": Effect("mine", lambda a: type(group(a).logs_specs).__module__, "fake_logs"),
     "quiet": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.ERROR),
     "verbose": Effect(None, lambda a: logging.getLogger("holdfast").level, logging.DEBUG),
     "event_log_handler": Effect("console", lambda a: spec(a).event_log_handler, "console"),
@@ -185,7 +192,6 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_
     (tmp_path / "x.py").touch(mode=0o755)
     support.write_secret(tmp_path / "secret", "the word of the day")
     install_logs_specs(tmp_path, monkeypatch, "holdfast.logs_specs", RECORDER)
-    monkeypatch.setattr(device_memory, "open_nvml", lambda: None)  # No GPU is here.
 
 
 def observe(tokens: list[str], seen: Callable[[LocalElasticAgent], object], monkeypatch: pytest.MonkeyPatch) -> object:
@@ -268,4 +274,4 @@ def job_of(tokens: list[str], monkeypatch: pytest.MonkeyPatch) -> HostsJob:
 def test_the_template_of_labels_has_its_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a variable and no option."""
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}]")
-    assert observe([], lambda a: a._group.log_line_prefix_template, monkeypatch) == "[${rank}]"
+    assert observe([], lambda a: group(a).log_line_prefix_template, monkeypatch) == "[${rank}]"

@@ -18,13 +18,13 @@ from tests.promises import promise, proves
 
 # Starts a child, which starts another, which says that it is there; all of them wait to be killed.
 NEST = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys
 depth, mailbox = int(sys.argv[1]), sys.argv[2]
 if depth:
     subprocess.Popen([sys.executable, sys.argv[0], str(depth - 1), mailbox], start_new_session=depth == 2)
 with open(mailbox, "w") as box:
     box.write(f"{os.getpid()}\\n")
-time.sleep(600)
+signal.pause()
 """
 
 
@@ -49,12 +49,12 @@ def test_children_and_descendants(nest: list[int]) -> None:
 
 
 def test_children_of_every_thread_are_found() -> None:
-    code = "import subprocess, threading, sys, time\n"
-    code += "t = threading.Thread(target=lambda: (subprocess.Popen(['sleep', '600']), time.sleep(600)), daemon=True)\n"
+    code = "import signal, subprocess, threading, sys\n"
+    code += "t = threading.Thread(target=lambda: (subprocess.Popen(['sleep', '600']), signal.pause()), daemon=True)\n"
     code += "t.start(); sys.stdin.read()"
     parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     children = support.wait_until(lambda: procfs.children_of(parent.pid), "the thread has started its child")
-    assert procfs._children_by_scan(parent.pid) == children
+    assert procfs.children_by_scan(parent.pid) == children
     for pid in (*children, parent.pid):
         procfs.kill(pid)
     parent.communicate()
@@ -62,8 +62,8 @@ def test_children_of_every_thread_are_found() -> None:
 
 
 def test_kernels_without_lists_of_children(nest: list[int]) -> None:
-    assert procfs._children_by_scan(nest[0]) == [nest[1]]
-    assert procfs._children_by_scan(nest[2]) == []
+    assert procfs.children_by_scan(nest[0]) == [nest[1]]
+    assert procfs.children_by_scan(nest[2]) == []
 
 
 def test_what_is_gone_has_nothing() -> None:
@@ -152,12 +152,12 @@ def test_processes_of_other_users_do_not_stop_the_ladder(monkeypatch: pytest.Mon
         ("select.select([0], [], [])", "terminal", True),  # As readline waits.
         ("sys.stdin.readline()", "pipe", False),
         ("select.select([0, 1], [], [])", "terminal", False),
-        ("time.sleep(600)", "terminal", False),
+        ("signal.pause()", "terminal", False),
     ],
 )
 def test_who_waits_for_a_person(code: str, stdin: str, is_at_prompt: bool) -> None:
     near, far = os.openpty() if stdin == "terminal" else reversed(os.pipe())
-    code = f"import os, select, sys, time; os.write(2, b'here'); {code}"
+    code = f"import os, select, signal, sys; os.write(2, b'here'); {code}"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=far, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert child.stderr is not None

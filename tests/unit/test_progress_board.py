@@ -20,9 +20,9 @@ from tests.promises import promise, proves
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(progress_board.VARIABLE, raising=False)
-    progress_board._forget()
+    progress_board.forget()
     yield
-    progress_board._forget()
+    progress_board.forget()
 
 
 @pytest.fixture
@@ -59,15 +59,6 @@ def test_a_call_is_seen_with_its_time_and_step(board: progress_board.Board, monk
     assert later is not None
     assert later >= at
     assert step is None
-
-
-def test_how_many_steps_there_will_be(board: progress_board.Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    on(board, 1, monkeypatch)
-    assert board.total(1) is None
-    holdfast.progress(step=42, total=100)
-    assert (board.read(1)[1], board.total(1), board.total(0)) == (42, 100, None)
-    holdfast.progress(step=43, total="many")  # type: ignore[arg-type]
-    assert (board.read(1)[1], board.total(1)) == (43, None)
 
 
 @proves("hangs.progress-never-raises-harm")
@@ -119,7 +110,7 @@ def test_the_board_goes_away_under_a_writer(monkeypatch: pytest.MonkeyPatch) -> 
     holdfast.progress(step=1)
     board.close()
     board.close()
-    assert (board.read(0), board.total(0)) == ((None, None), None)
+    assert board.read(0) == (None, None)
     for step in range(1000):
         holdfast.progress(step=step)
 

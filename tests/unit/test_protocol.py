@@ -54,6 +54,9 @@ SLOW = (Straggler(5, 0.5, 2.0, STEPS, 4), Straggler(7, 0.0, 1.0, LINES, 2))
 EVIDENCE = Evidence("RuntimeError: x", "Traceback", left=("/core.7",), stragglers=SLOW, others=(FOLDED,))
 FAILURE = Failure("node-a", 5, -9, "RuntimeError", "rank 5 died of SIGKILL", True, EVIDENCE, "signal", "died", 1, 7, 3)
 NONCE = bytes(range(32))
+SNAPSHOT = model.SnapshotId(4, 6, 120, 24, is_replicated=True)
+HELD = model.Held(SNAPSHOT, ((0, 8), (20, 4)))
+CHOSEN = model.Chosen(SNAPSHOT, (model.Source((8, 4), "10.0.0.2", 7),), needs_reshard=True)
 
 FROM_STRANGERS: list[Any] = [
     protocol.Challenge(MAJOR, NONCE, True, 1),
@@ -67,10 +70,12 @@ FROM_NODES: list[Any] = [
     protocol.StoreRequest(b"client", 9, "compare_set", ("key",), (b"\x00\xff", b""), -4, 2.5),
     Join(FACTS, SETTINGS, PLACE, 8, True, FAILURE, Stop(7, "why", True, True)),
     Join(FACTS, SETTINGS),
+    Join(replace(FACTS, snapshot_port=7), SETTINGS, held=(HELD, HELD)),
     Return(FACTS, SETTINGS, PLACE, Stage.FINISHED),
     protocol.Heartbeat(12),
     protocol.Failed(7, FAILURE),
     protocol.Succeeded(7),
+    protocol.SnapshotReport(7, model.SavedSteps(130, 120, 110, 100, (4, 6, 90))),
     protocol.Leaving(),
     protocol.Left(),
     protocol.Close("by the user"),
@@ -83,8 +88,12 @@ FROM_COORDINATORS: list[Any] = [
     protocol.Query(4, b"{}"),
     protocol.Answer(3, b'{"error": "busy"}'),
     model.Sealed("node-a/3", PLACE),
+    model.Sealed("node-a/3", replace(PLACE, chosen=CHOSEN, copy_to=(("10.0.0.2", 7),), agrees_on_steps=True)),
     model.StandBy(7, "round 7 runs with 3 nodes, this node stands by"),
     Stop(7, "node-b leaves"),
+    model.KeepFrom(7, 120),
+    model.Agreed(7, 120, to_disk=True),
+    model.Complete(7, (4, 6, 120)),
     Stop(7, "rank 2 hung", is_failure=True, is_hang=True),
     model.Refused("rank 2 is taken"),
     model.Expelled("it was silent for 5 s"),
@@ -328,6 +337,14 @@ SENSELESS: list[tuple[Any, str, Any, str]] = [
     (JOIN, "facts.node_id", "x" * 257, "length <= 256 - at `$.facts.node_id`"),
     (JOIN, "facts.incarnation", -1, "$.facts.incarnation"),
     (JOIN, "facts.port", 65536, "$.facts.port"),
+    (JOIN, "held", (HELD,) * 65, "$.held"),
+    (JOIN, "settings.snapshot_copies", 9, "$.settings.snapshot_copies"),
+    (protocol.SnapshotReport(7, model.SavedSteps()), "steps.kept", -1, "$.steps.kept"),
+    (model.Sealed("a/0", PLACE), "place.copy_to", (("b", 1),) * 9, "place.copy_to"),
+    (JOIN, "held", (model.Held(SNAPSHOT, ()),), "$.held[0].ranks"),
+    (JOIN, "held", (model.Held(SNAPSHOT, ((0, 1),) * 65),), "$.held[0].ranks"),
+    (JOIN, "held", (model.Held(SNAPSHOT, ((20, 5),)),), "ranks up to 24 of a snapshot of 24 workers"),
+    (model.Sealed("a/0", PLACE), "place.chosen", replace(CHOSEN, sources=CHOSEN.sources * 1025), "chosen.sources"),
     (JOIN, "place", replace(PLACE, rank=3), "Join makes no sense: rank 3 of 3 nodes"),
     (BACK, "place.node_count", 6, "a place among 6 nodes in a run of at most 4"),
     (BACK, "place.rank", 3, "Return makes no sense: rank 3 of 3 nodes"),

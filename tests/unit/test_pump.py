@@ -560,8 +560,8 @@ class TestBlockedConsole:
         console = BlockedConsole(is_blocking)
         stdout_fd, stderr_fd = rig.add("stdout", b"[out]:", console.write_fd), rig.add("stderr", b"[err]:")
         write_all(stdout_fd, b"first\n")
-        wait_until(lambda: rig.pump._is_at_console, "the pump writes to the console")
-        thread = rig.pump._thread
+        wait_until(lambda: rig.pump.is_at_console, "the pump writes to the console")
+        thread = rig.pump.thread
         write_all(stdout_fd, b"second\nthi")
         write_all(stderr_fd, b"the reason\nof it")
         os.close(stderr_fd)
@@ -587,7 +587,7 @@ def test_a_console_holds_workers_up_only_if_it_blocks_for_a_while(rig: Rig, monk
     monkeypatch.setattr(pump_module, "_BLOCKED_AFTER_S", 3600.0)
     write_fd = rig.add("log", b"", console.write_fd)
     write_all(write_fd, b"first\n")
-    wait_until(lambda: rig.pump._is_at_console, "the pump writes to the console")
+    wait_until(lambda: rig.pump.is_at_console, "the pump writes to the console")
     assert not rig.pump.is_blocked
     monkeypatch.setattr(pump_module, "_BLOCKED_AFTER_S", 0.01)
     wait_until(lambda: rig.pump.is_blocked, "the console counts as blocked")
@@ -605,8 +605,8 @@ def test_close_returns_though_both_consoles_are_blocked(rig: Rig) -> None:
         write_and_close(rig.add(name, b"", console.write_fd), b"text\n")
     rig.pump.close()
     assert rig.file("out") == rig.file("err") == b"text\n"
-    assert rig.pump._thread is not None
-    assert not rig.pump._thread.is_alive()
+    assert rig.pump.thread is not None
+    assert not rig.pump.thread.is_alive()
     stdout.close()
     stderr.close()
 
@@ -663,7 +663,7 @@ class TestDrainAndClose:
         rig.pump.add(Stream(os.open("/dev/zero", os.O_RDONLY), "endless", None, None, tail))
         wait_until(lambda: tail.text() != "", "bytes flow")
         rig.pump.close()
-        thread = rig.pump._thread
+        thread = rig.pump.thread
         assert thread is not None
         assert not thread.is_alive()
 
@@ -674,7 +674,7 @@ class TestDrainAndClose:
         rig.pump.start()
         ended_fd, open_fd = rig.add("ended"), rig.add("open")
         os.close(ended_fd)
-        thread = rig.pump._thread
+        thread = rig.pump.thread
         rig.pump.close()
         rig.pump.close()
         os.close(open_fd)

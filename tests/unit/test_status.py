@@ -115,14 +115,14 @@ def worker(rank: int, id_: Any = None) -> Worker:
     [((0, False, 9.0), "succeeded"), ((3, False, 9.0), "failed"), ((-15, True, None), "stopped")],
 )
 def test_the_life_of_a_worker(end: tuple[int, bool, float | None], state: str) -> None:
-    waiting = publisher._worker_status(None, worker(4), {}, None)
+    waiting = publisher.worker_status(None, worker(4), {}, None)
     assert waiting == WorkerStatus(0, 4)
-    running = publisher._worker_status(waiting, worker(4, 17), {}, None)
+    running = publisher.worker_status(waiting, worker(4, 17), {}, None)
     assert (running.pid, running.state, running.exit_code) == (17, "running", None)
-    assert publisher._worker_status(running, worker(4, 17), {}, None) is running
-    ended = publisher._worker_status(running, worker(4, 17), {0: end}, None)
+    assert publisher.worker_status(running, worker(4, 17), {}, None) is running
+    ended = publisher.worker_status(running, worker(4, 17), {0: end}, None)
     assert (ended.state, ended.exit_code, ended.started) == (state, end[0], running.started)
-    assert publisher._worker_status(ended, worker(4, 17), {0: end}, None) is ended
+    assert publisher.worker_status(ended, worker(4, 17), {0: end}, None) is ended
     # In the next round, when only the end of the last one is known.
-    assert publisher._worker_status(ended, worker(2), {0: end}, None) == WorkerStatus(0, 2)
-    assert publisher._worker_status(waiting, worker(4, "pod-3"), {}, None).pid is None
+    assert publisher.worker_status(ended, worker(2), {0: end}, None) == WorkerStatus(0, 2)
+    assert publisher.worker_status(waiting, worker(4, "pod-3"), {}, None).pid is None

@@ -110,6 +110,34 @@ def test_what_the_program_has_not_flushed_holds_up_no_caller() -> None:
         stream.flush()
 
 
+@promise("""output.own-line-tears-none: A line of holdfast's never stands in the middle of a worker's line, also if the
+    console takes little at a time, and does not wait for a worker that writes without end.""")
+def test_text_of_ours_waits_for_the_rest_of_a_line_and_goes_before_the_next() -> None:
+    with piped() as (reader, stream), ThreadPoolExecutor(1) as thread:
+        fd = stream.fileno()
+        filling = support.fill(fd)
+        os.read(reader, 4096)
+        line = b"x" * 10_000 + b"\n"
+        begun = stdio.write_part(fd, line)
+        assert 0 < begun < len(line)
+        stdio.write(stream, "ours\n")
+        heard = os.read(reader, filling)
+        assert stdio.write_part(fd, line[begun:], may_wait=True) == len(line) - begun
+        assert thread.submit(stdio.write_part, fd, b"next\n", may_wait=True).result(support.DEADLINE_S) == 5
+        heard += read_all(reader, b"next\n")
+        assert heard.lstrip(b".") == line + b"ours\nnext\n"
+
+
+def test_text_of_ours_does_not_wait_for_a_line_that_was_given_up() -> None:
+    with piped() as (reader, stream):
+        fd = stream.fileno()
+        os.read(reader, support.fill(fd) - 4096)
+        begun = stdio.write_part(fd, b"x" * 100_000)
+        stdio.write(stream, "ours\n")
+        stdio.give_up(fd)
+        assert read_all(reader, b"ours\n").lstrip(b".") == b"x" * begun + b"\nours\n"
+
+
 SPEAKERS: dict[str, Callable[[], None]] = {
     "a line of the command": lambda: log_lines.StderrHandler().handle(logging.makeLogRecord({"msg": "words"})),
     "a line from Python": lambda: (log_lines.prefix_warnings(), logging.getLogger("holdfast").warning("words")),

@@ -2,8 +2,7 @@
 
 Their spawner reports what becomes of them, so nothing is looked at without a cause. One spawner serves all rounds: a
 restart costs no interpreter start of ours. Around the processes there are, if the user wants that: a watch for hangs, a
-file timer server (the watchdog), and work that follows a stop (`--clean-shm`) or comes before a restart
-(`--wait-for-gpu-memory`).
+file timer server (the watchdog), and work that follows a stop (`--clean-shm`).
 
 Workers find the pipe of the timer server in `TORCHELASTIC_TIMER_FILE` and arm timers with `holdfast.timer` or with
 torch's own client. A worker whose timer expires is killed as soon as its stacks were taken, or could not be in time; to
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast import log, procfs, signals
+from holdfast import log, procfs, signals, text
 from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
@@ -48,8 +47,8 @@ from holdfast.telemetry.metrics import put_call, put_metric
 if TYPE_CHECKING:
     from holdfast.hangs.compare import Picture
     from holdfast.hangs.watch import HangWatch
+    from holdfast.process.learning import Learning
     from holdfast.process.spawner.warm import Wanted
-    from holdfast.process.workers.device_memory import DeviceWait
     from holdfast.process.workers.shared_memory import Cleaning
     from holdfast.rendezvous.coordination import Coordination
     from holdfast.telemetry.stragglers import Straggler
@@ -86,10 +85,11 @@ class LocalWorkers(Workers):
         self._hangs: HangWatch | None = None
         self._behind: tuple[Straggler, ...] = ()  # When they were stopped.
         self._link: SpawnerLink | None = None
+        self._learning: Learning | None = None
+        self._taught: SpawnerLink | None = None  # It knows what an earlier run has learned.
         self._held_lease: Lease | None = None
         self._shm_before: frozenset[tuple[int, int]] = frozenset()
         self._cleaning: Cleaning | None = None
-        self._device_wait: DeviceWait | None = None
 
     # Starting.
 
@@ -102,8 +102,6 @@ class LocalWorkers(Workers):
     def begin_start(self, place: Place) -> None:
         self._place, self.context, self._start_began = place, None, time.monotonic()
         self._is_running = self._has_been_refused = False
-        if self._device_wait is not None:
-            self._device_wait.begin()
 
     def poll_start(self) -> Mapping[int, Any] | RunResult | None:
         """If the last workers take long to start, a worker that has failed meanwhile fails the group."""
@@ -121,9 +119,6 @@ class LocalWorkers(Workers):
         if self._spec.refusal:
             raise HostError(self._spec.refusal)
         if self.context is None:
-            if self._device_wait is not None and not self._device_wait.is_done:
-                return False
-            self._device_wait = None
             self._order_start()
         assert self.context is not None
         return self.context.poll_start()
@@ -231,14 +226,29 @@ class LocalWorkers(Workers):
             self._link.close()
             self._link = None
         if self._link is None:
-            self._link = launch_or_take_early()
+            self._link = launch_or_take_early(self._spec.preload)
             self._warm_up(self._link)
         return self._link
 
     def _warm_up(self, link: SpawnerLink) -> None:
         """Have the workers' modules imported, or imported again if one of them has changed."""
-        if (template := self._template()) is not None:
-            link.preload(template, command.bytecode())
+        if (template := self._template()) is None:
+            return
+        if self._learning is None and self._spec.preload_learns is not None:
+            from holdfast.process import learning
+
+            program = command.script_path(self._spec.entrypoint, self._group.spec.args)
+            path = learning.cache_path(self._spec.preload, program)
+            self._learning = learning.Learning(self._spec.preload_learns, path)
+        link.preload(template, command.bytecode(), self._learning.imports_fd if self._learning is not None else None)
+        if self._learning is not None and self._learning.known and link is not self._taught:
+            link.learn(self._learning.known, is_slow=False)
+            self._taught = link
+
+    def _learn(self, *, is_last: bool) -> None:
+        """Have what the workers import themselves imported for the next ones, while these run."""
+        if self._learning is not None and self._link is not None and (names := self._learning.news(is_last=is_last)):
+            self._link.learn(names, is_slow=True)
 
     def _template(self) -> Wanted | None:
         return command.template_for(self._spec, macros.substitute(self._group.spec.args, 0))
@@ -258,7 +268,7 @@ class LocalWorkers(Workers):
         if self.context is not None:
             # -1 if the spawner is gone: then all have ended, and `deadline` has passed.
             return fd if (fd := self.context.fileno()) >= 0 else None
-        return self._device_wait.fileno() if self._device_wait is not None else None
+        return None
 
     def unsent_fds(self) -> list[int]:
         return self.context.unsent_fds() if self.context is not None else []
@@ -289,6 +299,7 @@ class LocalWorkers(Workers):
         put_call("LocalElasticAgent._monitor_workers", began)
         if self.progress is not None and self.progress.look(began):
             self.sampled_at = began
+            self._learn(is_last=bool(self.progress.calls()))
         return result
 
     def _look(self) -> RunResult:
@@ -415,6 +426,7 @@ class LocalWorkers(Workers):
         self._stop_watching()
         if context is None:
             return
+        self._learn(is_last=True)
         if self.progress is not None:
             finished = {rank for rank, (code, *_) in context.ends().items() if code == 0}  # They are not slow.
             others = [each for each in self._group.workers if each.local_rank not in finished]
@@ -423,10 +435,6 @@ class LocalWorkers(Workers):
             from holdfast.process.workers.shared_memory import Cleaning
 
             self._cleaning = Cleaning(context.running().values(), self._shm_before)
-        if self._spec.wait_for_gpu_memory_s:
-            from holdfast.process.workers.device_memory import DeviceWait
-
-            self._device_wait = DeviceWait(context.running().values(), self._spec.wait_for_gpu_memory_s)
 
     def poll_stop(self, result: RunResult) -> RunResult | None:
         context = self.context
@@ -482,13 +490,31 @@ class LocalWorkers(Workers):
         if is_restart:
             return
         self._forget_progress()
-        if self._device_wait is not None:
-            self._device_wait.cancel()
         if self._link is not None:
-            self._link.close()
+            self._let_go(self._link, is_well=self._group.state is WorkerState.SUCCEEDED and number is None)
             self._link = None
         if isinstance(self._spec.logs_specs, DefaultLogsSpecs):
             self._spec.logs_specs.remove_if_unused(keep_errors=self._group.state is WorkerState.FAILED)
+
+    def _let_go(self, link: SpawnerLink, *, is_well: bool) -> None:
+        """Of the spawner: it ends, or stays for the next run, if the user wants that and this one has ended well."""
+        keep_s, modules = self._spec.preload_keep_s, self._spec.preload
+        will_stay = is_well and bool(modules) and (keep_s is not None or link.kept_for is not None)
+        if self._learning is not None:
+            link.reports()  # The last ones, on modules that were left out.
+            learned = self._learning.news(is_last=True)
+            if learned and will_stay:
+                link.learn(learned, is_slow=True)
+            self._learning.close(link.left_out)
+            self._learning = None
+        if not will_stay:
+            link.close()
+        elif why := link.keep(keep_s, modules):
+            logger.warning("%s does not stay preloaded: %s", ", ".join(modules), why)
+            link.close()
+        elif keep_s is not None:
+            names, time_text = ", ".join(modules), text.duration(keep_s)
+            logger.info("%s stays preloaded for %s (process %d); see `holdfast warm`", names, time_text, link.pid)
 
     def _stop_watching(self) -> None:
         if self._hangs is not None:

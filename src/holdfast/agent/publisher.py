@@ -54,9 +54,6 @@ def health_address(given: int | str | None = None) -> tuple[str, int] | None:
         raise UserError(f"{name}: {error}") from None
 
 
-_KUBEFLOW_URLS = ("KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_STATUS_URL")
-
-
 def history_after(told: History, step: Step, group: WorkerGroup, workers: Workers, reason: str) -> History:
     """What a step makes of the history of this node. `reason` is why the run has ended, if it has."""
     now, advance, context = step.time, workers.advance(), workers.context
@@ -94,8 +91,6 @@ class Publisher(Sink):
         self._group, self._workers, self._run, self._alive_time = group, workers, run, alive_time
         self._end = RunEnd("error")
         self._on_first_node = group.spec.on_first_node
-        self._slowest: tuple[int, int | None] | None = None  # The slowest worker's step, and of how many.
-        self._posts_progress = any(os.environ.get(name) for name in _KUBEFLOW_URLS)
         self._tracing: Tracing | None = None
         self._reason = ""
         now = time.time(), time.monotonic()
@@ -109,12 +104,7 @@ class Publisher(Sink):
         """Within this block, a run of the agent, others can ask."""
         commands = {**self._readable, "stop": self._request_stop, "query": self._query}
         serve = control.served(self.status.run_id, commands, slow=("query", "stacks"))
-        with (
-            self._traced() as self._tracing,
-            self._health_served(health_check_server),
-            self._progress_posted(),
-            serve as served,
-        ):
+        with self._traced() as self._tracing, self._health_served(health_check_server), serve as served:
             try:
                 yield
             finally:
@@ -135,8 +125,6 @@ class Publisher(Sink):
         if self._on_first_node is not None and self.status.node == 0:
             call, self._on_first_node = self._on_first_node, None
             call(self.status.run_id)
-        if self._posts_progress:
-            self._look_at_progress()
 
     def look(self) -> None:
         self._publish()
@@ -154,7 +142,7 @@ class Publisher(Sink):
         before, context = self.status, self._workers.context
         old = {each.local_rank: each for each in before.workers}
         ends = context.ends() if context is not None else {}
-        workers = [_worker_status(old.get(each.local_rank), each, ends, context) for each in self._group.workers]
+        workers = [worker_status(old.get(each.local_rank), each, ends, context) for each in self._group.workers]
         fresh = [each for each in workers if each.state == "failed" and old.get(each.local_rank) is not each]
         failed = [changed(each, round=known.get("round", before.round)) for each in fresh]
         self.status = changed(
@@ -279,25 +267,8 @@ class Publisher(Sink):
         health.introduce(server, self._alive_time, lambda: self.status, lambda: self._describe({}))
         return health.served(server)
 
-    def _progress_posted(self) -> AbstractContextManager[None]:
-        if not self._posts_progress:
-            return nullcontext()
-        from holdfast.telemetry import kubeflow
 
-        def look() -> dict[str, Any] | None:
-            place = self._look_at_progress()
-            return kubeflow.report(self.status, *place) if place is not None else None
-
-        return kubeflow.posted(os.environ, look)
-
-    def _look_at_progress(self) -> tuple[int, int | None] | None:
-        """The last place stays when the workers are gone, and the board with them."""
-        progress = self._workers.progress
-        self._slowest = (progress.slowest() if progress is not None else None) or self._slowest
-        return self._slowest
-
-
-def _worker_status(
+def worker_status(
     old: WorkerStatus | None,
     worker: Worker,
     ends: Mapping[int, tuple[int, bool, float | None]],

@@ -1,6 +1,6 @@
 """A .tar.gz of texts and an index of them, as `holdfast bundle` writes it.
 
-The file is private, appears under its name when it is complete, and replaces no other. Secrets are left out of every
+The file is private and replaces no other. Secrets are left out of every
 text, and control characters are made visible. What is missing is listed with the reason.
 """
 
@@ -12,8 +12,8 @@ import os
 import tarfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import IO, Any
+from contextlib import contextmanager
+from typing import Any
 
 from holdfast import escape
 from holdfast.errors import HoldfastError, HostError, UserError
@@ -99,35 +99,18 @@ class Pieces:
 
 @contextmanager
 def written(path: str, redactor: Redactor) -> Iterator[Pieces]:
-    """The file has its name after this block. If that raises, no file is left."""
-    if os.path.lexists(path):
-        raise _taken(path)
-    temporary = f"{path}.{os.urandom(4).hex()}.part"
+    """The file is complete after this block. If that raises, no file is left."""
     try:
-        with _created(temporary) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-            yield Pieces(archive, redactor)
-        _give_name(temporary, path)
-    except OSError as error:
-        raise HostError(f"{path} cannot be written: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            os.unlink(temporary)
-
-
-def _created(path: str) -> IO[bytes]:
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-
-
-def _give_name(temporary: str, path: str) -> None:
-    try:
-        os.link(temporary, path)  # Other than a rename it replaces nothing.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise _taken(path) from None
-    except OSError:  # A file system without links.
-        if os.path.lexists(path):
-            raise _taken(path) from None
-        os.rename(temporary, path)
-
-
-def _taken(path: str) -> UserError:
-    return UserError(f"{path} exists already; choose another name with -o")
+        raise UserError(f"{path} exists already; choose another name with -o") from None
+    except OSError as error:
+        raise HostError(f"{path} cannot be written: {error.strerror}") from None
+    try:
+        with open(fd, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            yield Pieces(archive, redactor)
+    except BaseException as error:
+        os.unlink(path)
+        if isinstance(error, OSError):
+            raise HostError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise

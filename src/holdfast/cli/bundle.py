@@ -32,7 +32,7 @@ from holdfast.process.output import log_files
 from holdfast.process.output.logs import open_left_file
 from holdfast.telemetry.redaction import Redactor, secrets_in
 from holdfast.telemetry.status import AgentStatus
-from holdfast.text import size_text
+from holdfast.text import plural, size_text
 
 PROGRAM = "holdfast bundle"
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _words(told: Mapping[str, Any]) -> str:
     missing = told["missing"]
-    count = f"{len(missing)} piece{'s are' if len(missing) > 1 else ' is'} missing" if missing else "nothing is missing"
+    count = f"{plural(len(missing), 'piece is', 'pieces are')} missing" if missing else "nothing is missing"
     size = size_text(told["bytes"])
     lines = [f"wrote {told['file']} ({size}, {told['pieces']} files, mode 0600); {count}"]
     lines += [f"  {each['what']}: {each['reason']}" for each in missing[:8]]

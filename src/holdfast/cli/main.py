@@ -17,6 +17,7 @@ COMMANDS = {
     "adopt": ("holdfast.cli.adopt:main", "run a command that calls torchrun, with holdfast in its place"),
     "submit": ("holdfast.cli.submit:submit", "start a job on the nodes of an engine, such as Slurm"),
     "render": ("holdfast.cli.submit:render", "print the batch script or manifest of a job for an engine"),
+    "rehearse": ("holdfast.cli.rehearse:main", "run a job under faults, and say which it survives"),
     "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of a run"),
     "token": ("holdfast.cli.token:main", "make the secret that keeps others out of a run"),
     "status": ("holdfast.cli.status:main", "show how a run stands and what it waits for"),
@@ -27,6 +28,7 @@ COMMANDS = {
     "attach": ("holdfast.cli.attach:main", "show the output of a run that goes on without its terminal"),
     "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
+    "warm": ("holdfast.cli.warm:main", "keep modules in memory, so that the next runs start at once"),
     "doctor": ("holdfast.cli.doctor:main", "check this host and the way to a coordinator"),
     "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),
 }

@@ -105,13 +105,11 @@ _PS_HEADING = ("RUN", "AGENT", "NODE", "PHASE", "ROUND", "WORKERS", "RESTARTS", 
 
 
 def text_of(view: RunView, *, is_all: bool = True) -> str:
-    """Of a large run the odd nodes and workers, unless all are asked for."""
-    details = _details_of if is_all or len(view.nodes) <= _SMALL_RUN_NODES else _odd_ones_of
-    return "\n".join([*summary_of(view), "", *details(view)]) + "\n"
+    return "\n".join(lines_of(view, is_all=is_all)) + "\n"
 
 
-def summary_of(view: RunView) -> Iterator[str]:
-    """The lines above the tables."""
+def lines_of(view: RunView, *, is_all: bool = True) -> Iterator[str]:
+    """What `holdfast top` shows, too."""
     yield words.heading(view)
     yield escape.one_line(words.sentence(view))
     if past := words.history_line(view.history):
@@ -121,6 +119,9 @@ def summary_of(view: RunView) -> Iterator[str]:
         yield escape.one_line(f"Only this host's agents are shown: {view.problem}.")
     if view.not_asked:
         yield f"{view.not_asked} nodes were not asked for their workers."
+    yield ""
+    # Of a large run the odd nodes and workers, unless all are asked for.
+    yield from (_details_of if is_all or len(view.nodes) <= _SMALL_RUN_NODES else _odd_ones_of)(view)
 
 
 def _odd_ones_of(view: RunView) -> Iterator[str]:
@@ -152,6 +153,7 @@ def _details_of(view: RunView) -> Iterator[str]:
         yield from words.table([_WORKER_HEADING, *(row for _, row in workers[:_MOST_WORKERS])])
         if len(workers) > _MOST_WORKERS:
             yield f"... and {len(workers) - _MOST_WORKERS} more workers; --json shows all"
+    yield from _failed_before(view)
     yield from _refusals_of(view)
 
 
@@ -180,6 +182,16 @@ def _worker_rows(view: RunView) -> Iterator[tuple[int, tuple[str, ...]]]:
         place = (words.rank_text(worker.global_rank), words.rank_text(told.status.node), f"{worker.pid or '-'}")
         times = (words.age_text(worker.age_s), words.progress_text(worker))
         yield worker.global_rank, (*place, words.worker_state(worker), *times)
+
+
+def _failed_before(view: RunView) -> Iterator[str]:
+    """Those that failed and were started again since."""
+    shown = {(worker.global_rank, worker.pid) for worker, _ in view.workers()}
+    earlier = [each for told in view.agents.values() for each in told.status.failed]
+    for each in earlier[:_MOST_WORKERS]:
+        if (each.global_rank, each.pid) not in shown:
+            who = f"rank {each.global_rank} (pid {each.pid})"
+            yield escape.cut(escape.one_line(f"earlier, in round {each.round}: {who} {words.worker_state(each)}"))
 
 
 def _ps_row(agent: FoundAgent) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from holdfast.cli.arguments.options import duration_s
 from holdfast.cli.arguments.parser import PlainParser, argument
 from holdfast.errors import HostError, UserError
 from holdfast.observe.ask import AskedRun, LocalRun
+from holdfast.text import plural
 
 PROGRAM = "holdfast stop"
 
@@ -70,14 +71,14 @@ def _confirm(run: AskedRun) -> None:
     if not sys.stdin or not sys.stdin.isatty():
         raise UserError(f"name the run that is to end; the only one on this host is {name}")
     pids = ", ".join(str(agent.pid) for agent in agents)
-    console.write(f"run {name}, with {_count(workers, 'worker')} on this host (agent {pids}). End it? [y/N] ")
+    console.write(f"run {name}, with {plural(workers, 'worker')} on this host (agent {pids}). End it? [y/N] ")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise HostError(f"run {name} goes on")
 
 
 def _stop_there(run: AskedRun, reason: str) -> dict[str, Any]:
     _, nodes = run.stop(reason)
-    text = f"run {run.name} is closed; its {_count(nodes, 'node')} stop{'s' if nodes == 1 else ''} now"
+    text = f"run {run.name} is closed; its {plural(nodes, 'node')} stop{'s' if nodes == 1 else ''} now"
     return {"run_id": run.name, "scope": "run", "nodes": nodes, "text": text}
 
 
@@ -92,7 +93,7 @@ def _stop_here(run: LocalRun, reason: str, timeout_s: float) -> dict[str, Any]:
         names = ", ".join(map(str, left))
         raise HostError(f"after {timeout_s:g} s these agents still run: {names}; they are stopping their workers, or "
                         "they hang; `kill -9 PID` ends an agent and its workers at once")  # fmt: skip
-    ended = f"{_count(len(pids), 'agent')} of this host {'has' if len(pids) == 1 else 'have'} ended"
+    ended = f"{plural(len(pids), 'agent')} of this host {'has' if len(pids) == 1 else 'have'} ended"
     if run.is_of_one_node:
         text = f"run {run.name} has ended"
     elif scope == "run":
@@ -114,10 +115,6 @@ def _check_coordinator(run: LocalRun, pids: Sequence[int]) -> None:
             f"the coordinator of run {run.name} does not answer, and the run ends when it does: {error}; see whether "
             f"its process is stopped, or end the agents of this host with their workers: kill -9 {agents}"
         ) from None
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def user_name() -> str:

@@ -49,13 +49,6 @@ class GroupProgress:
         found = {rank: self.of(rank) for rank in range(self._count)}
         return {rank: (at, step) for rank, (at, step) in found.items() if at is not None}
 
-    def slowest(self) -> tuple[int, int | None] | None:
-        """The lowest step that a worker has reported, and of how many. Any thread may ask."""
-        board, ranks = self._board, range(self._count)
-        places = [] if board is None else [(board.read(rank)[1], board.total(rank)) for rank in ranks]
-        known = [(step, total) for step, total in places if step is not None]
-        return min(known, key=lambda each: each[0], default=None)
-
     def next_deadline(self) -> float:
         """When to look next."""
         return self._looked_at + LOOK_EVERY_S

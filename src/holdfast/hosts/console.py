@@ -110,11 +110,12 @@ class EngineConsole:
                 self._views[fd].lose_line()
             left = memoryview(lines_at(self._moved_at))
             while left and not self._is_abandoned:
-                written = stdio.write_some(fd, left[:65536])
-                stdio.note_written(fd, left[:written])
+                written = stdio.write_part(fd, left, may_wait=True)
                 self._moved_at, left = time.monotonic(), left[written:]
         except OSError:
             pass  # No reader is left. The job goes on.
+        finally:
+            stdio.give_up(fd)
 
 
 def _due(view: HostLines, is_over: bool, now: float) -> bytes:

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from holdfast.frozen import changed, frozen
 from holdfast.process.output.log_files import CHUNK_BYTES, attempt_of
+from holdfast.text import size_text
 from holdfast.wire_types import Count
 
 _Attempt = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -84,7 +85,7 @@ class LogTail:
         text = piece.text
         if self.offset < 0 and piece.size > CHUNK_BYTES:
             self._begins_within_line = True
-            note = note or f"{_amount(piece.size - CHUNK_BYTES)} of the log come before this"
+            note = note or f"{size_text(piece.size - CHUNK_BYTES)} of the log come before this"
         if self._begins_within_line:
             _, end, text = text.partition("\n")
             self._begins_within_line = not end
@@ -122,7 +123,3 @@ class LogTail:
         following, newest = self.attempt + 1, self._newest
         self.attempt = following if newest is not None and following < newest else None
         self.offset, self._has_left = 0, True
-
-
-def _amount(count: int) -> str:
-    return f"{count} bytes" if count < 10_000 else f"{count / 1e6:.1f} MB"

@@ -9,6 +9,7 @@ from holdfast import escape, signals
 from holdfast.observe.run_view import RunView
 from holdfast.telemetry.history import HistoryStatus
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
+from holdfast.text import plural
 
 _WIDEST_CELL = 60
 _RESTARTS = {
@@ -66,11 +67,10 @@ def history_line(history: HistoryStatus) -> str:
     rounds, lost_s = history.round_count, history.lost_s
     if rounds < 2 and not lost_s:
         return ""
-    parts = [f"{rounds} round{'' if rounds == 1 else 's'}"]
+    parts = [plural(rounds, "round")]
     for cause, words in _RESTARTS.items():
         if count := history.restarts.get(cause, 0):
-            noun = "" if len(parts) > 1 else " restart" if count == 1 else " restarts"
-            parts.append(f"{count}{noun} {words[count > 1]}")
+            parts.append(f"{count if len(parts) > 1 else plural(count, 'restart')} {words[count > 1]}")
     lost = age_text(lost_s) if lost_s >= 60 else f"{lost_s:.0f} s" if lost_s >= 10 else f"{lost_s:.2g} s"
     line = f"{', '.join(parts)}; {lost} lost, goodput {100 * history.goodput:.0f} %"
     if not history.is_whole:

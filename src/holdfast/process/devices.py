@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 
+from holdfast import procfs
 from holdfast.errors import UserError
 
 
@@ -56,7 +57,7 @@ def gpu_count(root: str, environ: Mapping[str, str]) -> int:
         if variable in environ:
             return len(listed(environ[variable]))
     nodes = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
-    properties = [_read(os.path.join(nodes, node, "properties")) for node in names(nodes)]
+    properties = [procfs.read_text(os.path.join(nodes, node, "properties")) for node in names(nodes)]
     # The kernel lists CPUs as compute nodes too; those have no SIMD units.
     return sum(re.search(r"^simd_count [1-9]", text, re.MULTILINE) is not None for text in properties)
 
@@ -81,7 +82,7 @@ def _intel_buses(root: str) -> list[str]:
     for name in names(root, "sys/class/drm"):
         device = os.path.realpath(os.path.join(root, "sys/class/drm", name, "device"))
         driver = os.path.basename(os.path.realpath(os.path.join(device, "driver")))
-        vendor = _read(os.path.join(device, "vendor")).strip()
+        vendor = procfs.read_text(os.path.join(device, "vendor")).strip()
         if name.startswith("renderD") and vendor == "0x8086" and driver in ("i915", "xe"):
             found.append(os.path.basename(device))
     return found
@@ -110,11 +111,3 @@ def names(*path: str) -> list[str]:
         return sorted(os.listdir(os.path.join(*path)))
     except OSError:
         return []
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -16,7 +16,18 @@ from holdfast.failures.records import Failure
 from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
-from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import (
+    CloseRequested,
+    End,
+    Ended,
+    Held,
+    Outcome,
+    PlaceLost,
+    SavedSteps,
+    Sealed,
+    SnapshotOrder,
+    Stop,
+)
 from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 
 Item = TypeVar("Item")
@@ -32,7 +43,7 @@ class JoinFailed:
     error: BaseException
 
 
-AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed
+AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed | SnapshotOrder
 
 
 class Mailbox(Generic[Item]):
@@ -73,7 +84,8 @@ class Coordination(abc.ABC):
     yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
     `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
-    failure and before it joins again."""
+    failure and before it joins again; and before each join `held`, the snapshots that this node has, and
+    `snapshot_port`, where its transfer process serves them (0: nowhere)."""
 
     has_leases = False
     joined: str | None = None
@@ -82,6 +94,8 @@ class Coordination(abc.ABC):
         self.outcome: Outcome | None = None
         self.verdict: str | None = None
         self.advance: Advance | None = None
+        self.held: tuple[Held, ...] = ()
+        self.snapshot_port = 0
         self._mailbox: Mailbox[AgentPush] = Mailbox()
 
     @abc.abstractmethod
@@ -114,6 +128,10 @@ class Coordination(abc.ABC):
     @abc.abstractmethod
     def report_success(self, round: int, timeout_s: float) -> None:
         """This node's workers have all succeeded. `Ended` is pushed when those of all nodes have."""
+
+    def report_steps(self, round: int, steps: SavedSteps) -> None:  # noqa: B027
+        """What this node has saved in the round, after each change. With `Place.agrees_on_steps` the run answers with
+        orders (`SnapshotOrder`) for the nodes to keep a step that is the same on all of them."""
 
     @property
     def node_id(self) -> str:

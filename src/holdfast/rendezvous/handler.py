@@ -27,7 +27,7 @@ from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.client.thread import Client, Locator
 from holdfast.rendezvous.coordination import Answering, Coordination, JoinFailed
 from holdfast.rendezvous.coordinator import launch
-from holdfast.rendezvous.membership import model, node, protocol
+from holdfast.rendezvous.membership import model, node, protocol, snapshots
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.settings import NodeSettings
@@ -38,7 +38,6 @@ logger = Logger(__name__)
 DEFAULT_PORT = 29400
 _OTHERS_HEAR_S = 1.0  # In this time a signal that is sent to all nodes has reached each of them.
 _DIGESTED_BYTES = 1 << 24
-_MAX_SCRIPT_WARNINGS = 8
 # That the coordinator is told of; the agent itself takes what the user gave, and the time that it needs.
 _LONGEST_GRACE_S, _LONGEST_MARGIN_S = 86400.0, 60.0
 
@@ -204,7 +203,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             for each in ports:
                 each.renew("")
         said = (failure and protocol.clipped(failure), self.advance)
-        asked = node.JoinRequested(self._held.number, *said, self._held_free.number)
+        held = snapshots.limited(self.held)
+        asked = node.JoinRequested(self._held.number, *said, self._held_free.number, held, self.snapshot_port)
         if not client.post(asked) and self._error is not None:
             self._fail(self._error)
 
@@ -223,6 +223,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(protocol.Succeeded(round))
+
+    def report_steps(self, round: int, steps: model.SavedSteps) -> None:
+        self._post(protocol.SnapshotReport(round, steps))
 
     def leaving(self) -> None:
         """The others stop their workers with SIGTERM because of it. If they are sent the same signal as this node, they
@@ -340,9 +343,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._mailbox.put(push)
 
     def _compare_script(self, place: model.Place) -> None:
-        known = self._other_scripts
-        if place.has_other_script(self._facts) and place.script not in known and len(known) < _MAX_SCRIPT_WARNINGS:
-            known.add(place.script)
+        if place.has_other_script(self._facts) and place.script not in self._other_scripts:
+            self._other_scripts.add(place.script)
             logger.warning(
                 "%s on this node differs from the script of node 0 (%s): the nodes run different programs; copy the "
                 "same file to all nodes", self._script, place.master_address

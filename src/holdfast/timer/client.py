@@ -4,8 +4,7 @@ A client sends "scope S ends by time T", or that S has ended. Times in requests 
 one is a release.
 
 The format on a named pipe: one JSON object a line. Many processes write to one pipe. A write of up to PIPE_BUF bytes is
-never mixed with another, so a request is one line of at most that size, newline included. Other programs may still
-write anything to the pipe, so each line is checked alone, and an unfinished one is kept only up to a bound.
+never mixed with another, so a request is one line of at most that size, newline included.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import abc
 import errno
 import json
-import math
 import os
 import signal as signals
 import stat
@@ -22,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import _GeneratorContextManager, contextmanager
 from dataclasses import astuple, dataclass
-from operator import itemgetter
 from select import PIPE_BUF
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,9 +32,6 @@ if TYPE_CHECKING:
 logger = Logger(__name__)
 
 _KEYS = ("version", "pid", "scope_id", "expiration_time", "signal")
-_values_of = itemgetter(*_KEYS)
-_TYPES = ((int, int, str, float, int), (int, int, str, int, int))
-
 # Long enough for a server that is being replaced, short enough not to hold up a worker whose server is gone.
 _CLIENT_PAUSES_S = (0.02, 0.04, 0.08, None)
 _PASSING_ERRORS = (errno.ENOENT, errno.ENXIO, errno.EAGAIN, errno.EPIPE)
@@ -91,41 +85,6 @@ def encode(request: FileTimerRequest) -> bytes:
     return line
 
 
-def decode(line: bytes) -> FileTimerRequest:
-    """The request in a line, or ValueError with what is wrong with it."""
-    try:
-        values = _values_of(json.loads(line.decode()))
-    except RecursionError:
-        raise ValueError("nested too deeply")
-    except (KeyError, TypeError):
-        raise ValueError(f"not a JSON object with {', '.join(_KEYS)}")
-    if tuple(map(type, values)) not in _TYPES:
-        raise ValueError("a field has the wrong type")
-    version, pid, scope, expiration_time, signal = values
-    if version != FileTimerRequest.version:
-        raise ValueError(f"version {version} is not known")
-    if abs(pid) >= 2**31 or signal >= signals.NSIG:
-        raise ValueError(f"pid {pid} or signal {signal} is out of range")
-    return FileTimerRequest(pid, scope, _checked_time(expiration_time), signal)
-
-
-def _checked_time(expiration_time: float) -> float:
-    """A time that can be compared. One that is too large for a float never comes."""
-    try:
-        time_s = float(expiration_time)
-    except OverflowError:
-        return math.inf if expiration_time > 0 else -math.inf
-    if math.isnan(time_s):
-        raise ValueError("expiration_time is not a number")
-    return time_s
-
-
-def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """The complete lines, and the unfinished one. Of a line that is too long, which is junk, only the end is kept."""
-    *lines, rest = data.split(b"\n")
-    return lines, rest[-PIPE_BUF:]
-
-
 class TimerClient(abc.ABC):
     """The worker's end."""
 
@@ -164,7 +123,7 @@ class FileTimerClient(TimerClient):
         self._signal = int(signal)
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        self._send(FileTimerRequest(os.getpid(), scope_id, _checked_time(expiration_time), self._signal))
+        self._send(FileTimerRequest(os.getpid(), scope_id, expiration_time, self._signal))
 
     def release(self, scope_id: str) -> None:
         self._send(FileTimerRequest(os.getpid(), scope_id, -1))

@@ -9,14 +9,14 @@ so an armed timer keeps both. A process that reuses a pid is never signalled, no
 server's own process.
 
 Stacks. They are taken before the signal: afterwards there are none. But a process gets its signal as soon as its own
-stacks are there, and after `STACKS_TIMEOUT_S` in any case, whatever becomes of them. Requests are read meanwhile, so
-that no client meets a full pipe. The stacks are logged after the signals, which therefore wait for no reader of the
-log. A timer that expires while stacks are taken has to wait for them first, so the bound between a deadline and the
-signal is twice that time.
+stacks are there, and after `STACKS_TIMEOUT_S` in any case. They are logged after the signals, which therefore wait for
+no reader of the log. A timer that expires while stacks are taken has to wait for them first, so the bound between a
+deadline and the signal is twice that time.
 
 The pipe. It is opened for reading and writing and without blocking. So opening never waits for a client, and the pipe
 never ends because the last client has closed it. A path is only taken if nothing is there, or a pipe of the same user
-that has no reader any more. Anything else at the path is left alone.
+that has no reader any more. Other programs may write anything to the pipe, so each line is checked alone, and an
+unfinished one is kept only up to a bound.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from multiprocessing import connection, queues
 from queue import Empty
-from typing import Any
+from select import PIPE_BUF
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from holdfast import escape, procfs
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import frozen
 from holdfast.hangs import compare, stacks
 from holdfast.hangs.compare import Look
-from holdfast.log import DEBUG, WARNING, Logger
+from holdfast.log import Logger
 from holdfast.loop import Wakeup
 from holdfast.signals import signal_name
 from holdfast.timer import debug_info_logging
-from holdfast.timer.client import FileTimerRequest, TimerRequest, decode, split_lines
+from holdfast.timer.client import FileTimerRequest, TimerRequest
 
 logger = Logger(__name__)
 
@@ -180,6 +183,7 @@ class ProcessTimerServer(TimerServer):
         self._source = source
         self._timers: dict[tuple[int, str], _Armed] = {}  # By pid and scope.
         self._fatal: dict[int, _Armed] = {}  # By pid, the timer whose signal to send at this turn.
+        self._log_event: Callable[[str, Any], None] = lambda name, request: None
         self._request_count = 0
         self._turn_ended_s = time.monotonic()
 
@@ -230,42 +234,36 @@ class ProcessTimerServer(TimerServer):
     def _run_watchdog(self) -> None:
         """One turn: wait until there is something to do, then do it."""
         deadline_s = min((timer.deadline_s for timer in self._timers.values()), default=math.inf)
-        self._fetch(min(self._max_interval, max(0.0, deadline_s - time.monotonic())))
-        if not self._is_ending.is_set():
-            self._reap_expired()
-
-    def _fetch(self, timeout_s: float) -> bool:
-        """Wait for requests, for a wake-up or for the time, and take the requests that are there."""
+        timeout_s = min(self._max_interval, max(0.0, deadline_s - time.monotonic()))
         fds = [self._wakeup.fileno(), *([] if self._source is None else [self._source.fileno()])]
         connection.wait(fds, timeout_s if self._source is not None else min(timeout_s, _PLAIN_LOOK_S))
         self._wakeup.clear()
+        self._take_requests()
+        if not self._is_ending.is_set():
+            self._reap_expired()
+
+    def _take_requests(self) -> None:
         # The size of a queue may be too high for good: a client that dies before it has sent a request leaves it so.
         self.register_timers(self._request_queue.get(max(1, self._request_queue.size()), 0.0))
-        return True
 
     def _reap_expired(self) -> None:
         now_s = time.monotonic()
         expired = self._by_pid(lambda timer: timer.deadline_s <= now_s and self._is_alive(timer.pid, timer.started))
-        self._fatal = self._fatal_among(expired)
-        looks = []
-        for pid, found in self._stacks_of(self._fatal.keys()):
+        self._report(expired)
+        found = {pid: self._examine(pid, timers) for pid, timers in expired.items()}
+        self._fatal = {pid: timer for pid, timer in found.items() if timer is not None}
+        looks, limit_s, done = [], STACKS_TIMEOUT_S, threading.Semaphore(0)
+        wait = (done.release, lambda left_s: done.acquire(timeout=left_s))
+        for pid, look in stacks.dump_all(self._fatal, partial(stacks.look_at, timeout_s=limit_s), limit_s, *wait):
             self._reap_worker(pid)
-            looks.append(found if isinstance(found, Look) else Look(pid, trouble=str(found)))
-        for look in looks:
-            logger.warning("%s", "\n".join(compare.process_lines(look)), extra=escape.HAS_LINES)
+            looks.append(look if isinstance(look, Look) else Look(pid, trouble=str(look)))
+        for each in looks:
+            logger.warning("%s", "\n".join(compare.process_lines(each)), extra=escape.HAS_LINES)
         self.clear_timers(set(expired))
         self._turn_ended_s = time.monotonic()
 
-    def _stacks_of(self, pids: Collection[int]) -> Iterator[tuple[int, Look | Exception]]:
-        limit_s = STACKS_TIMEOUT_S
-        return stacks.dump_all(
-            pids, lambda pid: stacks.look_at(pid, timeout_s=limit_s), limit_s, self._wakeup.wake, self._fetch
-        )
-
-    def _fatal_among(self, expired: dict[int, list[_Armed]]) -> dict[int, _Armed]:
-        """Report the timers that have run out. Returns those whose signals to send."""
-        found = {pid: self._examine(pid, timers) for pid, timers in expired.items()}
-        return {pid: timer for pid, timer in found.items() if timer is not None}
+    def _report(self, expired: dict[int, list[_Armed]]) -> None:
+        """For a subclass: what has run out at this turn."""
 
     def _examine(self, pid: int, timers: list[_Armed]) -> _Armed | None:
         """Report the timers of a process up to the first one that has a signal, and return that one."""
@@ -299,7 +297,11 @@ class ProcessTimerServer(TimerServer):
         return True
 
     def _tell(self, name: str, request: Any) -> None:
-        """For listeners to the events of this server."""
+        """An error in the listener does not end the watch."""
+        try:
+            self._log_event(name, request)
+        except Exception:
+            logger.exception("the listener for timer events failed at %r", name)
 
 
 def _is_request(candidate: Any) -> bool:
@@ -345,6 +347,19 @@ class LocalTimerServer(ProcessTimerServer):
         super().__init__(MultiprocessingRequestQueue(mp_queue), reader, max_interval, daemon)
 
 
+class _Line(msgspec.Struct):
+    """What a client writes to the pipe."""
+
+    version: Literal[1]
+    pid: Annotated[int, msgspec.Meta(gt=-(2**31), lt=2**31)]
+    scope_id: str
+    expiration_time: float
+    signal: Annotated[int, msgspec.Meta(lt=signal.NSIG)]
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+
+
 class RequestPipe(RequestQueue):
     """The server's end of a named pipe."""
 
@@ -361,18 +376,18 @@ class RequestPipe(RequestQueue):
         return 1  # A pipe does not tell.
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
-        """All requests in the pipe, whatever `size` says."""
-        connection.wait([self.fileno()], timeout)
-        data = self._file.read(_BUFFER_BYTES) or b""  # None if there is nothing.
-        lines, self._rest = split_lines(self._rest + data)
+        """All requests that are in the pipe now. Of a line that is too long, which is junk, only the end is kept."""
+        *lines, rest = (self._rest + (self._file.read(_BUFFER_BYTES) or b"")).split(b"\n")
+        self._rest = rest[-PIPE_BUF:]
         requests: list[TimerRequest] = []
         for line in filter(None, lines):
             try:
-                requests.append(decode(line))
-            except ValueError as error:
-                level = DEBUG if self._has_met_junk else WARNING
+                found = _decode(line)
+                requests.append(FileTimerRequest(found.pid, found.scope_id, found.expiration_time, found.signal))
+            except (ValueError, RecursionError) as error:
+                if not self._has_met_junk:
+                    logger.warning("skipped a line in %s that is not a request: %r: %s", self.path, line[:80], error)
                 self._has_met_junk = True
-                logger.log(level, "skipped a line in %s that is not a request: %r: %s", self.path, line[:80], error)
         return requests
 
     def remove(self) -> None:
@@ -428,10 +443,10 @@ class FileTimerServer(ProcessTimerServer):
         log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
     ) -> None:
         self._run_id = run_id
-        self._log_event = log_event or (lambda name, request: None)
         self._is_closed = False
         self._pipe = RequestPipe(os.fspath(file_path))
         super().__init__(self._pipe, self._pipe, max_interval, daemon)
+        self._log_event = log_event or self._log_event
 
     def start(self) -> None:
         super().start()
@@ -455,7 +470,7 @@ class FileTimerServer(ProcessTimerServer):
         """Let the thread finish its turn, if there is one, then take what is in the pipe, do one more, and stop."""
         self._end_thread(None)
         if not self._is_closed:
-            self._fetch(0.0)
+            self._take_requests()
             self._reap_expired()
         self.stop()
 
@@ -464,14 +479,6 @@ class FileTimerServer(ProcessTimerServer):
         idle_s = 0.0 if self._watchdog_thread is None else time.monotonic() - self._turn_ended_s
         return int(time.time() - idle_s)
 
-    def _fatal_among(self, expired: dict[int, list[_Armed]]) -> dict[int, _Armed]:
+    def _report(self, expired: dict[int, list[_Armed]]) -> None:
         as_json = {pid: [timer.request.to_json() for timer in timers] for pid, timers in expired.items()}
         debug_info_logging.log_debug_info_for_expired_timers(self._run_id, as_json)
-        return super()._fatal_among(expired)
-
-    def _tell(self, name: str, request: FileTimerRequest | None) -> None:
-        """An error in the listener does not end the watch."""
-        try:
-            self._log_event(name, request)
-        except Exception:
-            logger.exception("the listener for timer events failed at %r", name)

@@ -38,8 +38,7 @@ def duration_s(text: str) -> float:
 
 
 def duration_above_0_s(text: str) -> float:
-    seconds = duration_s(text)
-    if seconds == 0:
+    if (seconds := duration_s(text)) == 0:
         raise ValueError(f"{text!r} is not a time above 0: nothing would ever count, and restarts would never end")
     return seconds
 
@@ -157,10 +156,13 @@ class RunArguments(Options):
         "With --run-path: how the function calls are started: spawn, fork or forkserver.")
     preload = optional("--preload MODULES", WORKERS, module_names, in_full=True, is_common=True, help=
         "Import these modules once, as in torch,numpy, and fork the workers from there, so that a restart imports "
-        "nothing; auto stands for the third-party modules that the script imports at its top level. See "
-        "docs/warm-start.md.")
+        "none; auto: the third-party modules that the script imports at its top level. See docs/warm-start.md.")
     preload_timeout = value("--preload-timeout TIME", WORKERS, duration_s, "5m", in_full=True, help=
         "How long importing the modules of --preload may take; after that the workers start without it.")
+    preload_keep = optional("--preload-keep TIME", WORKERS, duration_s, in_full=True, help=
+        "After a run that ends well, keep the modules of --preload in memory for so long; the next run starts at once.")
+    preload_only = flag("--preload-only", WORKERS, in_full=True, help=
+        "Do not preload what the workers import besides the modules of --preload; otherwise that is learned.")
     role = value("--role NAME", WORKERS, str, "default", help=
         "A label for these workers. It appears in front of their log lines and in events.")
     virtual_local_rank = flag("--virtual-local-rank", WORKERS, help=
@@ -224,6 +226,10 @@ class RunArguments(Options):
     agent_store = optional("--agent-store WHEN", NODES, str, choices=("auto", "on", "off"), in_full=True, help=
         "Whether holdfast serves the store at MASTER_PORT where torch's ranks meet, so that it outlives rank 0 and is "
         "fresh in every round: auto, unless the program turns out to listen there itself; on; off (auto if left out).")
+    snapshot_copies = optional("--snapshot-copies COUNT", NODES, count, in_full=True, help=
+        "To how many other nodes each node copies its snapshots, so that they outlive the node (0 if left out).")
+    snapshot_every = optional("--snapshot-every TIME", NODES, duration_s, in_full=True, help=
+        "How often a snapshot of all ranks is written to disk while the workers run (never if left out).")
     on_isolation = optional("--on-isolation WHAT", NODES, str, choices=("stop", "continue"), help=
         "What a node that cannot reach the coordinator does: stop, its workers are killed before its place is given "
         "away; continue, they run on, at the risk that two worlds run at once (stop if left out).")
@@ -297,9 +303,6 @@ class RunArguments(Options):
     grace_period = second_name(shutdown_timeout, "--grace-period TIME", duration_s, is_common=True, help=
         "How long workers may take to exit after the first signal before they are killed; another name for "
         "--shutdown-timeout.")
-    wait_for_gpu_memory = optional("--wait-for-gpu-memory TIME", FAILURES, duration_s, in_full=True, help=
-        "Before a restart, wait up to TIME until the memory of the GPUs that the stopped workers used is free. Needs "
-        "the package nvidia-ml-py.")
     clean_shm = flag("--clean-shm", FAILURES, in_full=True, help=
         "When the workers of a round are stopped, remove the files in /dev/shm that they had made, that belong to "
         "this user, and that no process uses any more. A worker that is killed leaves such files behind.")

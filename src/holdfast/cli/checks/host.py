@@ -99,21 +99,13 @@ def _most(number: int | None) -> str:
 def _pids_limits() -> list[int]:
     """Of the control group of this process and those above it, in either version of control groups."""
     found = []
-    for line in _text_of("/proc/self/cgroup").splitlines():
+    for line in procfs.read_text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "pids"):
             parts = path.strip("/").split("/")
             tops = [os.path.join("/sys/fs/cgroup", controllers, *parts[:depth]) for depth in range(len(parts) + 1)]
-            found += [_text_of(os.path.join(top, "pids.max")).strip() for top in tops]
+            found += [procfs.read_text(os.path.join(top, "pids.max")).strip() for top in tops]
     return [int(text) for text in found if text.isdecimal()]
-
-
-def _text_of(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 def stack_reading() -> Verdict:

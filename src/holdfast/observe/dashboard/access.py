@@ -48,9 +48,9 @@ class Access:
     names: frozenset[str]
 
     @classmethod
-    def for_names(cls, names: Iterable[str], key: str = "") -> Access:
-        """Without a key it gets a random one."""
-        return cls(key or secrets.token_urlsafe(24), frozenset(name.lower() for name in names if name))
+    def for_names(cls, names: Iterable[str]) -> Access:
+        """With a random key."""
+        return cls(secrets.token_urlsafe(24), frozenset(name.lower() for name in names if name))
 
     @property
     def cookie(self) -> str:

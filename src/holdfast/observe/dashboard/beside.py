@@ -6,8 +6,7 @@ agent is gone. A thread of the agent writes a `Service` to its standard input, a
     URL PID     it serves; if it cannot, the last line is the reason
     ended       a signal has ended it, or its time is over
 
-If the pipe ends without this word, the dashboard was killed or has crashed. Another one takes its place, at the same
-address and with the same key, so that open pages find it. All failures are warnings: the run goes on.
+If the pipe ends without this word, the dashboard was killed or has crashed. All failures are warnings: the run goes on.
 """
 
 from __future__ import annotations
@@ -25,19 +24,17 @@ from typing import IO
 
 from holdfast import loop
 from holdfast.errors import HoldfastError, HostError
-from holdfast.frozen import changed, fields_of
+from holdfast.frozen import fields_of
 from holdfast.log import Logger
 from holdfast.observe import ask
 from holdfast.observe.ask import LocalRun
 from holdfast.observe.dashboard.serving import DEFAULT_ADDRESS, DEFAULT_LINGER_S, Service, serve
-from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.coordinator import launch
 from holdfast.signals import SignalException
 
 logger = Logger(__name__)
 
 _START_LIMIT_S = 30.0
-_MOST_STARTS = 5
 _ENDED = "ended"
 
 
@@ -53,34 +50,26 @@ def start(run_id: str, *, addr: str | None = None, linger_s: float | None = None
         address_option="--dashboard-addr",
     )
     try:
-        threading.Thread(target=keep, args=(run_id, service), name="holdfast-dashboard", daemon=True).start()
+        threading.Thread(target=accompany, args=(run_id, service), name="holdfast-dashboard", daemon=True).start()
     except RuntimeError as error:
         logger.warning("no dashboard: %s", error)
 
 
-def keep(run_id: str, service: Service) -> None:
-    """Start the dashboard, and start it again if it is killed. Returns when it has ended in another way."""
-    import secrets
+def accompany(run_id: str, service: Service) -> None:
+    """Start the dashboard, and say how it ends."""
     from subprocess import SubprocessError
 
-    service = changed(service, key=secrets.token_urlsafe(24))
-    for _ in range(_MOST_STARTS):
-        try:
-            with _launched(run_id, service) as pipe:
-                url, port, pid, more = _await_url(pipe.fileno())
-                logger.info("dashboard: %s (process %s, which ends %g s after the run)", url, pid, service.linger_s)
-                last = (more + pipe.read().decode(errors="replace")).strip()
-        except (HoldfastError, OSError, RuntimeError, SubprocessError) as error:
-            logger.warning("no dashboard: %s", error)
-            return
-        if last:
-            if last != _ENDED:
-                logger.warning("the dashboard has ended: %s", last)
-            return
-        logger.warning("the dashboard (process %s) was killed; another one takes its place", pid)
-        host, _ = endpoints.parse_rendezvous_endpoint(service.address, 0)
-        service = changed(service, address=endpoints.endpoint_text(host, int(port)))
-    logger.warning("no dashboard any more: it was killed %d times", _MOST_STARTS)
+    try:
+        with _launched(run_id, service) as pipe:
+            url, pid, more = _await_url(pipe.fileno())
+            logger.info("dashboard: %s (process %s, which ends %g s after the run)", url, pid, service.linger_s)
+            last = (more + pipe.read().decode(errors="replace")).strip()
+    except (HoldfastError, OSError, RuntimeError, SubprocessError) as error:
+        logger.warning("no dashboard: %s", error)
+        return
+    if last != _ENDED:
+        reason = last or f"process {pid} was killed; `holdfast dashboard` starts another one"
+        logger.warning("the dashboard has ended: %s", reason)
 
 
 def _launched(run_id: str, service: Service) -> IO[bytes]:
@@ -98,9 +87,9 @@ def _launched(run_id: str, service: Service) -> IO[bytes]:
 
 
 def _await_url(fd: int) -> tuple[str, ...]:
-    """URL, port and pid, and what else the dashboard has written."""
+    """URL and pid, and what else the dashboard has written."""
     said, until = "", time.monotonic() + _START_LIMIT_S
-    while not (found := re.search(r"^(http://\S+:(\d+)/\S*) (\d+)\n", said, re.MULTILINE)):
+    while not (found := re.search(r"^(http://\S+) (\d+)\n", said, re.MULTILINE)):
         loop.wait_readable([fd], max(0.0, until - time.monotonic()))
         if not loop.is_readable(fd):
             raise HostError(f"it has not started within {_START_LIMIT_S:g} s")

@@ -30,12 +30,11 @@ _LAST_EVENTS_LIMIT_S = 3.0
 @frozen
 class Service:
     """Where the page is served, for how long after the end of the run, and what it may do. With the run's token it can
-    end the run. Without a `key` it gets a random one."""
+    end the run."""
 
     address: str = DEFAULT_ADDRESS
     linger_s: float = DEFAULT_LINGER_S
     token_file: str = ""
-    key: str = ""
     may_read_files: bool = True
     address_option: str = "--addr"  # What the user typed for `address`.
 
@@ -59,7 +58,7 @@ def serve(service: Service, find_run: Callable[[], AskedRun], announce: Callable
                 "needed: give --token-file, or set HOLDFAST_TOKEN; or serve at 127.0.0.1 and use a tunnel, as in ssh -L"
             )
         own_name = os.uname().nodename
-        guard = Access.for_names([own_name, host], service.key)
+        guard = Access.for_names([own_name, host])
         dashboard = web_server.Dashboard(guard, may_stop=token is not None, facts=web_server.facts_of(service.linger_s))
         ended, down = loop.Wakeup(), loop.Wakeup()
         run = find_run()

@@ -136,14 +136,14 @@ class Pump:
         self._wakeup = Wakeup()
         self._poller = select.poll()
         self._poller.register(self._wakeup.fileno(), select.POLLIN)
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._moved_at = time.monotonic()
 
         # The thread's own.
         self._streams: dict[int, Stream] = {}
         self._dead_outlets: set[int | TextIO] = set()
         self._held_at_most = 0  # All that was taken since the held lines were counted.
-        self._is_at_console = False
+        self.is_at_console = False
         self._last_warning = ""
         self._views: dict[TerminalView, int | TextIO] = {}
         self._in_line: dict[object, Stream] = {}  # By console: the stream that has left an unfinished line there.
@@ -169,7 +169,7 @@ class Pump:
     @property
     def is_blocked(self) -> bool:
         """Whether the console blocks, and with it all streams. One that is only busy takes each piece at once."""
-        return self._is_at_console and time.monotonic() - self._moved_at >= _BLOCKED_AFTER_S
+        return self.is_at_console and time.monotonic() - self._moved_at >= _BLOCKED_AFTER_S
 
     def pass_on_size(self) -> None:
         """The terminal has a new size."""
@@ -177,13 +177,13 @@ class Pump:
         self._wakeup.wake()
 
     def start(self) -> None:
-        if self._thread is None:
+        if self.thread is None:
             thread = threading.Thread(target=self._run, name="holdfast-pump", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
                 raise HostError(f"cannot start a thread for the workers' output: {error}") from error
-            self._thread = thread
+            self.thread = thread
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all streams added so far have ended and are written out.
@@ -208,13 +208,13 @@ class Pump:
                 return
             self._closing_at = time.monotonic()
         self.start()
-        assert self._thread is not None
+        assert self.thread is not None
         self._wakeup.wake()
-        self._thread.join(2 * _CLOSE_LIMIT_S)
+        self.thread.join(2 * _CLOSE_LIMIT_S)
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        if not self._thread.is_alive():
+        if not self.thread.is_alive():
             self._wakeup.close()
 
     # In the pump's thread.
@@ -398,8 +398,8 @@ class Pump:
                 end = start + _CONSOLE_WRITE_BYTES
                 if end < len(data):
                     end = data.rfind(b"\n", start, end) + 1 or end
-                self._is_at_console = True
-                if written := self._write_some(fd, view[start:end]):
+                self.is_at_console = True
+                if written := self._write_some(fd, view[start:end], goes_on=end < len(data)):
                     start += written
                     self._moved_at = time.monotonic()
                 if not written or self._moved_at > self._closing_at + _CLOSE_LIMIT_S:
@@ -409,21 +409,19 @@ class Pump:
             if error.errno not in _NO_READER:
                 self._warn_once(f"nothing more is written to the console ({_path_of(fd)}): {error.strerror}")
         finally:
-            self._is_at_console = False
+            self.is_at_console = False
+            if fd in self._dead_outlets and isinstance(fd, int):
+                stdio.give_up(fd)
 
-    def _write_some(self, fd: int | TextIO, data: memoryview) -> int:
+    def _write_some(self, fd: int | TextIO, data: memoryview, *, goes_on: bool) -> int:
         """Wait until the console takes some of it. 0 if it is given up before."""
         if not isinstance(fd, int):
             fd.write(bytes(data).decode(errors="backslashreplace"))
             fd.flush()
             return len(data)
-        written = stdio.write_now(fd, data)
-        if not written:
-            if not self._is_writable(fd):
-                return 0
-            # What cannot be opened anew takes at least so much, unless another process was faster.
-            written = stdio.write_now(fd, data) or stdio.write_some(fd, data[: select.PIPE_BUF])
-        stdio.note_written(fd, data[:written])
+        written = stdio.write_part(fd, data, goes_on=goes_on)
+        if not written and self._is_writable(fd):
+            written = stdio.write_part(fd, data, goes_on=goes_on, may_wait=True)
         return written
 
     def _is_writable(self, fd: int) -> bool:

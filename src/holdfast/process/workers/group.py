@@ -70,10 +70,11 @@ class GroupSpec:
     `entrypoint` is a function or the program to execute; `start_method` is for functions. In
     `log_line_prefix_template`, `${hostname}`, `${role_name}`, `${rank}` and `${local_rank}` are filled in. `prefix`
     says when lines on the console have one: auto, always or never. Workers are forked from a process that has imported
-    the modules of `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from
-    those of `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if
-    that is known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
-    `wait_for_gpu_memory_s`: see `device_memory`.
+    the modules of `preload`, unless that takes longer than `preload_timeout_s`. That process stays for `preload_keep_s`
+    after a run that ends well. `preload_learns` are the packages whose imports are learned; empty for all, None for
+    none. The launcher fills these fields from those of `LaunchConfig` that have the same names. `refusal` says why the
+    group cannot be started on this node, if that is known before the rendezvous, so that all nodes hear of it.
+    `clean_shm`: see `shared_memory`.
     """
 
     role: str
@@ -88,8 +89,9 @@ class GroupSpec:
     refusal: str = ""
     preload: tuple[str, ...] = ()
     preload_timeout_s: float = 300.0
+    preload_keep_s: float | None = None
+    preload_learns: tuple[str, ...] | None = None
     clean_shm: bool = False
-    wait_for_gpu_memory_s: float | None = None
 
 
 class PContext(abc.ABC):

@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 
 from holdfast import procfs
 from holdfast.log import Logger
+from holdfast.loop import Wakeup
 from holdfast.process import devices
-from holdfast.process.workers.stop_work import StopWork
 
 logger = Logger(__name__)
 
@@ -118,14 +119,13 @@ def _is_of_this_user(pid: int) -> bool:
     return str(os.geteuid()).encode() in uids
 
 
-class Cleaning(StopWork):
+class Cleaning:
     """For one stop of a group: notes the files that its processes, which are about to be stopped, have made since
-    `before`, and removes them once the processes are gone."""
-
-    option, otherwise = "--clean-shm", f"files may be left in {DIRECTORY}"
+    `before`, and removes them once the processes are gone. Every process of the host is asked, so a thread does it; an
+    error is a warning and no reason to end a run."""
 
     def __init__(self, pids: Iterable[int], before: frozenset[Identity]) -> None:
-        super().__init__()
+        self._done = Wakeup()
         self._files = {path: file for path, file in mapped_by(pids).items() if file not in before}
         self.is_underway = False
         self.is_done = not self._files
@@ -134,8 +134,30 @@ class Cleaning(StopWork):
         """Whether it is done. The first call, after the sweep, begins it."""
         if not self.is_done and not self.is_underway:
             self.is_underway = True
-            self._begin()
+            try:
+                threading.Thread(target=self._run, name="holdfast-clean-shm", daemon=True).start()
+            except RuntimeError as error:  # A process at its limit.
+                self._end(error)
         return self.is_done
+
+    def fileno(self) -> int:
+        """Readable when it is done."""
+        return self._done.fileno()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._end(error)
+        else:
+            self._end()
+
+    def _end(self, error: Exception | None = None) -> None:
+        if error is not None:
+            text = "--clean-shm: %s: %s; files may be left in %s"
+            logger.warning(text, type(error).__name__, error, DIRECTORY)
+        self.is_done = True
+        self._done.wake()
 
     def _work(self) -> None:
         count, size_bytes, unreadable = remove_unused(self._files)

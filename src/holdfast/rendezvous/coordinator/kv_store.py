@@ -4,9 +4,7 @@ All that it keeps has one bound (`limits.store_bytes`): values, requests that wa
 connection asks again what it got no answer to. The last answers to requests that change something are kept, so that a
 repetition gets the same answer and changes nothing.
 
-Requests that wait for the same keys are one group, which is found under each of its keys and knows how many of them
-are missing. So a set or a delete costs one step for each group that waits for the key, however many requests there are,
-and keys are never searched again. Each request is woken once.
+A request that waits is found under one key that it misses. When the key comes, the request moves on to the next one.
 
 The store is lost with its coordinator. Its generation, a random name, is in every answer; a request that names another
 one was made by a client that counts on what is lost, and is refused.
@@ -38,20 +36,10 @@ _INT_LIMIT = 1 << 63
 
 Answers = list[tuple[Any, StoreAnswer]]
 K = TypeVar("K")
-V = TypeVar("V")
 
 
 class _Impossible(Exception):  # noqa: N818
     """The request cannot be carried out, and nothing was changed."""
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Requests that wait for the same keys, by their numbers."""
-
-    keys: frozenset[str]
-    missing: int
-    numbers: set[int]
 
 
 @dataclass(slots=True)
@@ -59,8 +47,8 @@ class _Waiting:
     client: Hashable
     request: StoreRequest
     deadline: float
-    group: _Group
     cost_bytes: int
+    at: int = 0  # The position of a key that is missing.
 
 
 class KeyValues:
@@ -72,12 +60,11 @@ class KeyValues:
         self._bytes = 0  # All that is kept.
         self._values: dict[str, bytes] = {}
         self._waiting: dict[int, _Waiting] = {}
-        self._groups: dict[frozenset[str], _Group] = {}
-        self._groups_of: dict[str, set[_Group]] = {}  # By key.
+        self._missing_it: dict[str, set[int]] = {}  # By key.
         self._requests_of: dict[Hashable, set[int]] = {}  # By client.
         # Deadlines of requests that wait, and of some that do not any more.
         self._deadlines: list[tuple[float, int]] = []
-        self._ready: list[_Group] = []
+        self._woken: list[int] = []
         self._count = 0
         self._remembered: OrderedDict[tuple[bytes, int], StoreAnswer] = OrderedDict()
         self._remembered_bytes = 0
@@ -97,9 +84,23 @@ class KeyValues:
         if request.operation != "check":
             self._remember(name, answer)
         # Those that miss no key any more are answered, too, the longest waiting first.
-        ready, self._ready = sorted(number for group in self._ready for number in group.numbers), []
-        woken = [self._forget(number) for number in ready]
-        return [(client, answer), *((waiting.client, self._found(waiting.request)) for waiting in woken)]
+        answers, woken, self._woken = [(client, answer)], sorted(self._woken), []
+        for number in woken:
+            waiting = self._waiting[number]
+            if (key := self._missing(waiting)) is not None:
+                self._missing_it.setdefault(key, set()).add(number)
+            else:
+                answers.append((waiting.client, self._found(self._forget(number).request)))
+        return answers
+
+    def _missing(self, waiting: _Waiting) -> str | None:
+        """A key that is missing. Those before the last one are looked at again only if all others are there."""
+        keys = waiting.request.keys
+        for begin in (waiting.at, 0):
+            for waiting.at in range(begin, len(keys)):
+                if keys[waiting.at] not in self._values:
+                    return keys[waiting.at]
+        return None
 
     def _carry_out(self, request: StoreRequest) -> dict[str, Any]:
         """Do what need not wait; returns what the answer says."""
@@ -145,10 +146,7 @@ class KeyValues:
         more = sum(_entry_bytes(key, value) for key, value in entries.items()) - before
         if more > 0 and not self._has_room(more):
             raise _Impossible(f"the store is full (at most {self._limits.store_bytes // MIB} MiB)")
-        for group in [each for key in entries if key not in self._values for each in self._groups_of.get(key, ())]:
-            group.missing -= 1
-            if not group.missing:
-                self._ready.append(group)
+        self._woken += [number for key in entries for number in self._missing_it.pop(key, ())]
         self._values.update(entries)
         self._bytes += more
 
@@ -174,30 +172,23 @@ class KeyValues:
         if key not in self._values:
             return False
         self._bytes -= _entry_bytes(key, self._values.pop(key))
-        for group in self._groups_of.get(key, ()):
-            group.missing += 1
         return True
 
     def _wait(self, client: Hashable, request: StoreRequest, now: float) -> Answers:
-        keys = frozenset(request.keys)
-        group = self._groups.get(keys) or _Group(keys, sum(key not in self._values for key in keys), set())
-        if not group.missing:
+        cost_bytes = _WAITING_BYTES + sum(_WAITING_BYTES + _text_bytes(key) for key in request.keys)
+        waiting = _Waiting(client, request, now + request.timeout_s, cost_bytes)
+        if (key := self._missing(waiting)) is None:
             return [(client, self._found(request))]
         if request.timeout_s <= 0:
             return [(client, self._too_late(request))]
-        cost_bytes = _WAITING_BYTES + sum(_WAITING_BYTES + _text_bytes(key) for key in request.keys)
         if not self._has_room(cost_bytes):
             return [(client, self._answer(request, problem="too many requests wait already"))]
         self._count += 1
-        self._waiting[self._count] = _Waiting(client, request, now + request.timeout_s, group, cost_bytes)
+        self._waiting[self._count] = waiting
         self._bytes += cost_bytes
         self._requests_of.setdefault(client, set()).add(self._count)
-        group.numbers.add(self._count)
-        if group.keys not in self._groups:
-            self._groups[group.keys] = group
-            for key in group.keys:
-                self._groups_of.setdefault(key, set()).add(group)
-        heapq.heappush(self._deadlines, (now + request.timeout_s, self._count))
+        self._missing_it.setdefault(key, set()).add(self._count)
+        heapq.heappush(self._deadlines, (waiting.deadline, self._count))
         if len(self._deadlines) > 2 * len(self._waiting) + 64:
             self._deadlines = [(each.deadline, at) for at, each in self._waiting.items()]
             heapq.heapify(self._deadlines)
@@ -205,14 +196,9 @@ class KeyValues:
 
     def _forget(self, number: int) -> _Waiting:
         waiting = self._waiting.pop(number)
-        client, group = waiting.client, waiting.group
         self._bytes -= waiting.cost_bytes
-        _discard(self._requests_of, client, number)
-        group.numbers.discard(number)
-        if not group.numbers:
-            del self._groups[group.keys]
-            for key in group.keys:
-                _discard(self._groups_of, key, group)
+        _discard(self._requests_of, waiting.client, number)
+        _discard(self._missing_it, waiting.request.keys[waiting.at], number)
         return waiting
 
     def _found(self, request: StoreRequest) -> StoreAnswer:
@@ -262,7 +248,8 @@ def _answer_bytes(answer: StoreAnswer) -> int:
     return _REMEMBERED_BYTES + sum(map(len, answer.values)) + len(answer.problem)
 
 
-def _discard(index: dict[K, set[V]], key: K, value: V) -> None:
-    index[key].discard(value)
-    if not index[key]:
-        del index[key]
+def _discard(index: dict[K, set[int]], key: K, number: int) -> None:
+    if numbers := index.get(key):
+        numbers.discard(number)
+        if not numbers:
+            del index[key]

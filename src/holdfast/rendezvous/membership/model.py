@@ -14,6 +14,19 @@ from holdfast import escape
 from holdfast.failures.records import Evidence, Failure
 from holdfast.frozen import changed, field, frozen
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.rendezvous.membership.snapshot_records import MAX_COPIES as MAX_COPIES
+from holdfast.rendezvous.membership.snapshot_records import MAX_HELD as MAX_HELD
+from holdfast.rendezvous.membership.snapshot_records import MAX_SOURCES as MAX_SOURCES
+from holdfast.rendezvous.membership.snapshot_records import Agreed as Agreed
+from holdfast.rendezvous.membership.snapshot_records import Chosen as Chosen
+from holdfast.rendezvous.membership.snapshot_records import Complete as Complete
+from holdfast.rendezvous.membership.snapshot_records import Held as Held
+from holdfast.rendezvous.membership.snapshot_records import KeepFrom as KeepFrom
+from holdfast.rendezvous.membership.snapshot_records import SavedSteps as SavedSteps
+from holdfast.rendezvous.membership.snapshot_records import SnapshotId as SnapshotId
+from holdfast.rendezvous.membership.snapshot_records import SnapshotOrder as SnapshotOrder
+from holdfast.rendezvous.membership.snapshot_records import SnapshotPlan as SnapshotPlan
+from holdfast.rendezvous.membership.snapshot_records import Source as Source
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
@@ -108,6 +121,13 @@ class Settings:
     leader_lease_s: wire.UpToAnHour = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
     admit_delay_s: wire.Seconds = 5.0  # How long a newcomer waits for others before the round is stopped for them.
     agent_store: AgentStore = AgentStore.AUTO
+    snapshot_copies: wire.Copies = 0  # To how many other nodes each node copies the steps that all agree on.
+    snapshot_every_s: wire.Seconds = 0.0  # How often an agreed step is written to disk; 0: never.
+
+    @property
+    def agreed_steps(self) -> tuple[int, float]:
+        """What steps are agreed on for, if either is above 0: copies, and files."""
+        return self.snapshot_copies, self.snapshot_every_s
 
     def difference(self, other: Settings) -> str:
         """The first difference between a node's settings and these of the run, as the user typed them; or nothing."""
@@ -180,7 +200,8 @@ class NodeFacts:
     each join: `port` is the master port of the round if the node gets rank 0, `free_port` is for programs that need
     another one. `serves_store`: the agent can serve torch's store. `grace_s` is how long its workers may take to stop,
     `stop_margin_s` how much longer their agent may need. `script` is a digest of the file that they run, as it was when
-    the agent started; empty if there is none. `host` is the machine: a host that is lost repeatedly has to wait."""
+    the agent started; empty if there is none. `host` is the machine: a host that is lost repeatedly has to wait.
+    `snapshot_port` is where the node's transfer process serves snapshots at `address`; 0 if there is none."""
 
     node_id: wire.NonEmptyName
     incarnation: wire.Count = 0
@@ -195,6 +216,7 @@ class NodeFacts:
     host: wire.Name = ""
     free_port: wire.Port = 0
     serves_store: bool = False
+    snapshot_port: wire.Port = 0
 
     @property
     def key(self) -> str:
@@ -215,7 +237,9 @@ class Place:
     """A world as one of its members needs to know it: enough to compute every rank. `shapes` are the different pairs of
     role and local world size, `pattern` says which member has which: two bytes a member, compressed; empty if all
     members are alike. Without shapes the nodes know nothing of each other. `script` and `free_port` are those of the
-    member of rank 0. `has_store`: that member serves torch's store at the master port."""
+    member of rank 0. `has_store`: that member serves torch's store at the master port. `chosen` is the snapshot that
+    the ranks load; None if no member holds any. `copy_to` are the transfer processes to which this member copies the
+    steps that are agreed on in this round, if there are any (`agrees_on_steps`)."""
 
     term: wire.Count
     round: wire.RoundNumber
@@ -229,6 +253,9 @@ class Place:
     script: wire.Digest = ""
     free_port: wire.Port = 0
     has_store: bool = False
+    chosen: Chosen | None = None
+    copy_to: wire.CopyTo = ()
+    agrees_on_steps: bool = False
 
     @property
     def serves_store(self) -> bool:
@@ -273,19 +300,20 @@ class Place:
 
 class World:
     """One agreed membership: the members by rank, and `template`, the place of any of them. A world that a restarted
-    coordinator adopts knows only the members that have come back to it so far."""
+    coordinator adopts knows only the members that have come back to it so far, and no plan for snapshots."""
 
-    __slots__ = ("members", "ranks", "size", "template")
+    __slots__ = ("members", "plan", "ranks", "size", "template")
 
-    def __init__(self, template: Place, members: Sequence[NodeFacts] = ()) -> None:
-        self.template, self.size = template, template.node_count
+    def __init__(self, template: Place, members: Sequence[NodeFacts] = (), plan: SnapshotPlan | None = None) -> None:
+        self.template, self.size, self.plan = template, template.node_count, plan or SnapshotPlan(template.chosen)
         self.members = dict(enumerate(members))
         self.ranks = {member.key: rank for rank, member in self.members.items()}
 
     @classmethod
     def of(
-        cls, term: int, round: int, members: Sequence[NodeFacts], restarts_used: int = 0, *, has_store: bool = False
-    ) -> World:
+        cls, term: int, round: int, members: Sequence[NodeFacts], restarts_used: int = 0, *, has_store: bool = False,
+        plan: SnapshotPlan | None = None,
+    ) -> World:  # fmt: skip
         """A new world of these members, in rank order."""
         shapes, pattern = tuple(dict.fromkeys(member.shape for member in members)), b""
         if len(shapes) > 1:
@@ -295,7 +323,8 @@ class World:
             pattern = zlib.compress(b"".join(numbers[member.shape] for member in members))
         first = members[0]
         known = (shapes, pattern, first.address, first.port, restarts_used, first.script, first.free_port, has_store)
-        return cls(Place(term, round, 0, len(members), *known), members)
+        saving = (plan.chosen, (), plan.agrees) if plan is not None else ()
+        return cls(Place(term, round, 0, len(members), *known, *saving), members, plan)
 
     @property
     def round(self) -> int:
@@ -327,7 +356,9 @@ class World:
         known = self.template  # Thousands of nodes may be told their places at once, so this is not `replace`.
         world = (known.node_count, known.shapes, known.pattern, known.master_address, known.master_port)
         more = (known.restarts_used, known.script, known.free_port, known.has_store)
-        return Place(known.term, known.round, self.ranks[key], *world, *more)
+        rank, plan = self.ranks[key], self.plan
+        saving = (plan.fetching.get(rank, plan.chosen), plan.copy_to.get(rank, ()), known.agrees_on_steps)
+        return Place(known.term, known.round, rank, *world, *more, *saving)
 
 
 @frozen
@@ -466,7 +497,7 @@ class CloseRequested:
     reason: str
 
 
-Push = Sealed | StandBy | Stop | Expelled | Refused | Ended | Progress | Notice | Resigned
+Push = Sealed | StandBy | Stop | Expelled | Refused | Ended | Progress | Notice | Resigned | SnapshotOrder
 
 
 def is_loopback(address: str) -> bool:

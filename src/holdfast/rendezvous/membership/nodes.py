@@ -8,12 +8,24 @@ their own, kept in a heap.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
-from holdfast.rendezvous.membership.model import MAX_SHAPES, NodeFacts, Settings, Stage, is_loopback
+from holdfast.rendezvous.membership.model import (
+    MAX_SHAPES,
+    Held,
+    NodeFacts,
+    Notice,
+    Refused,
+    Settings,
+    Stage,
+    is_loopback,
+)
+from holdfast.rendezvous.membership.protocol import Command, Tell
 
 _SILENT_HEARTBEATS = 2.5
+_REFUSALS_KEPT = 8
+_REFUSALS_TOLD_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -24,6 +36,7 @@ class Node:
     heard_at: float
     drop_at: float | None = None  # Its connection is closed, and it is lost at this time unless it returns.
     has_hung_up: bool = False  # With `drop_at`: the node's side closed the connection.
+    snapshots: tuple[Held, ...] = ()  # What it held when it joined.
 
     @property
     def key(self) -> str:
@@ -172,6 +185,24 @@ class NodeTable(dict[str, Node]):
         assert all(self[key].stage is Stage.WAITING for key in self.held)
         assert self._by_silence.keys() == open_keys
         assert {key for at, key in self._drop_times if self._is_dropped_at(at, key)} == self.keys() - open_keys
+
+
+class Refusals(deque[tuple[float, str, str]]):
+    """The last nodes that were turned away: when, which, and why."""
+
+    def __init__(self, now: float) -> None:
+        super().__init__(maxlen=_REFUSALS_KEPT)
+        self._told_from = now  # The nodes that wait hear of the next one, but not before then.
+
+    def add(self, facts: NodeFacts, problem: str, nodes: NodeTable, now: float) -> list[Command]:
+        """The nodes that wait hear of it too, once a second at most: they may be waiting for this one."""
+        self.append((now, facts.node_id, problem))
+        refused = Tell((facts.key,), Refused(problem))
+        others = tuple(key for key in nodes.waiting_keys() if key != facts.key) if now >= self._told_from else ()
+        if not others:
+            return [refused]
+        self._told_from = now + _REFUSALS_TOLD_EVERY_S
+        return [refused, Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}"))]
 
 
 def rejection_of(facts: NodeFacts, settings: Settings, ours: Settings, nodes: NodeTable, now: float) -> str:

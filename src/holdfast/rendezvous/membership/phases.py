@@ -43,7 +43,8 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.failures.records import HANG, Failure
-from holdfast.rendezvous.membership import model, protocol, restart_policy
+from holdfast.rendezvous.membership import model, protocol, restart_policy, snapshots
+from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
 from holdfast.rendezvous.membership.finished import FinishedRun, Linger, finished_in
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.losses import Losses
@@ -59,14 +60,12 @@ from holdfast.rendezvous.membership.model import (
     Stage,
     World,
 )
-from holdfast.rendezvous.membership.nodes import Node, NodeTable, rejection_of
+from holdfast.rendezvous.membership.nodes import Node, NodeTable, Refusals, rejection_of
 from holdfast.rendezvous.membership.protocol import Command, Event, Expel, From, Join, Remember, Return, Tell
 from holdfast.rendezvous.membership.round import Past, Round
 from holdfast.telemetry.history import History
 
 _STORY_LENGTH = 40
-_REFUSALS_KEPT = 8
-_REFUSALS_TOLD_EVERY_S = 1.0
 _ALLOWED = frozenset((before, after) for before, _, after in model.PHASE_CHANGES)
 
 
@@ -97,9 +96,9 @@ class Membership:
         self.restarts_at_seal = max(0, past.restarts_used - past.is_round_over)
         self._losses = Losses(now, past)  # Restarts after lost nodes, and losses of each host.
         self._has_lost_nodes = False  # Since this coordinator began: they may come back, even when the run has ended.
+        self._steps = AgreedSteps(now)  # While RUNNING: what the members are asked to keep.
         self._linger = Linger()  # While ENDED: who has yet to hear of it.
-        self.refusals: deque[tuple[float, str, str]] = deque(maxlen=_REFUSALS_KEPT)  # When, which node, why.
-        self._refusals_told_from = now  # The nodes that wait hear of the next refusal, but not before then.
+        self.refusals = Refusals(now)  # Of nodes that cannot take part.
         self.history = History(now, is_whole=memory is None).enter(self.phase.lower(), now)
         self._story: deque[protocol.Step] = deque(maxlen=_STORY_LENGTH)  # The last steps, for status and errors.
         self._now = now  # Of the present step.
@@ -176,7 +175,7 @@ class Membership:
     def _take(self, key: str, message: protocol.FromNode, now: float) -> list[Command]:
         match message:
             case Join(facts) | Return(facts) if problem := self._past.doubts(message, self.round):
-                return self._refuse(facts, problem, now)
+                return self.refusals.add(facts, problem, self.nodes, now)
             case Join(facts) | Return(facts) if self.finished.has(message):
                 return self.finished.tell(facts.key)
             case Join():
@@ -189,6 +188,8 @@ class Membership:
                 if self._is_current(key, round):
                     self._finish(self.nodes[key])
                 return []
+            case protocol.SnapshotReport(round, steps):
+                return self._saved(key, round, steps, now)
             case protocol.Leaving():
                 return self._leaving(key)
             case protocol.Left():
@@ -220,7 +221,7 @@ class Membership:
             return [Tell((facts.key,), model.Sealed(facts.key, place)), *self._stop_again(facts.key)]
         ours = self.settings or join.settings
         if problem := rejection_of(facts, join.settings, ours, self.nodes, now):
-            return self._refuse(facts, problem, now)
+            return self.refusals.add(facts, problem, self.nodes, now)
         self.settings = ours
         commands = [] if self.told_round else self.finished.announce_next(facts.key)
         commands += self._learn_the_past(last, join.heard_round, now, join.heard_restarts)
@@ -237,7 +238,8 @@ class Membership:
             commands += self._stopped_before(join)
             self._present.owing.discard(facts.key)
         self._past.awaited.discard(facts.node_id)
-        self.nodes.add(facts, Stage.WAITING, now, self._losses.held_until(join, self._past.order, now))
+        node = self.nodes.add(facts, Stage.WAITING, now, self._losses.held_until(join, self._past.order, now))
+        node.snapshots = join.held
         if facts.key in self.nodes.held:
             return commands + self._hold([facts.key])
         return commands + (self._stand_by((facts.key,)) if self.phase is Phase.RUNNING else [])
@@ -257,16 +259,6 @@ class Membership:
         if join.stop is None:
             return self._stop(f"{name} has left the round", departed=join.facts)
         return self._stop(join.stop.reason, is_failure=join.stop.is_failure, is_hang=join.stop.is_hang)
-
-    def _refuse(self, facts: NodeFacts, problem: str, now: float) -> list[Command]:
-        """The nodes that wait hear of it too, once a second at most: they may be waiting for this one."""
-        self.refusals.append((now, facts.node_id, problem))
-        refused = Tell((facts.key,), model.Refused(problem))
-        if now < self._refusals_told_from or not self.nodes.waiting - {facts.key}:
-            return [refused]
-        self._refusals_told_from = now + _REFUSALS_TOLD_EVERY_S
-        others = tuple(key for key in self.nodes.waiting_keys() if key != facts.key)
-        return [refused, Tell(others, Notice(f"node {facts.node_id} was turned away: {problem}"))]
 
     def _learn_the_past(
         self, last: Place | None, heard_round: int, now: float, heard_restarts: int = 0
@@ -301,7 +293,8 @@ class Membership:
         self.nodes.reopen(node, now)
         if back.stage is Stage.FINISHED:
             self._finish(node)
-        return commands + self._stop_again(facts.key)
+        orders = self._steps.repeated() if self.phase is Phase.RUNNING else ()
+        return [*commands, *self._stop_again(facts.key), *(Tell((facts.key,), each) for each in orders)]
 
     def _stop_again(self, key: str) -> list[Command]:
         """It may have missed that the round is being stopped."""
@@ -326,6 +319,11 @@ class Membership:
             node.stage = Stage.FINISHED
             self._present.owing.discard(node.key)
             self._present.unfinished.discard(node.key)
+
+    def _saved(self, key: str, round: int, steps: model.SavedSteps, now: float) -> list[Command]:
+        if self.phase is not Phase.RUNNING or not self._is_current(key, round):
+            return []
+        return [Tell(self._present.world.keys, order) for order in self._steps.take(key, steps, now)]
 
     def _leaving(self, key: str) -> list[Command]:
         if (node := self.nodes.get(key)) is None or node.stage is not Stage.RUNNING:
@@ -405,6 +403,7 @@ class Membership:
         self.restarts_at_seal = round.world.template.restarts_used
         self._past.begin(round.world, is_ours=is_ours)
         self._formation = Formation(self._now)
+        self._steps.begin(round.world.template, *self._agreed.agreed_steps)
         size = (round.world.size, round.world.template.worker_count())
         self.history = self.history.begin_round(self.round, *size, self._now, is_new=is_ours).run(self._now)
 
@@ -524,7 +523,8 @@ class Membership:
         members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
         is_wanted = self._agreed.agent_store is not AgentStore.OFF and not self._budget.is_without_store
         has_store = is_wanted and members[0].serves_store
-        world = World.of(self.term, self.round + 1, members, self.restarts_used, has_store=has_store)
+        plan = snapshots.plan([self.nodes[each.key] for each in members], self._agreed)
+        world = World.of(self.term, self.round + 1, members, self.restarts_used, has_store=has_store, plan=plan)
         self._begin(Round(world), is_ours=True)
         for key in world.keys:
             self.nodes[key].stage = Stage.RUNNING

@@ -29,7 +29,7 @@ from holdfast.wire_types import Name as Name
 
 T = TypeVar("T")
 
-MAJOR, MINOR = 4, 0
+MAJOR, MINOR = 4, 1
 MAX_TEXT = 1 << 14
 MAX_ROLE = 128
 MAX_STORE_KEYS = 1 << 14  # Of one request.
@@ -67,11 +67,23 @@ Pattern = Annotated[bytes, Meta(max_length=2 * MAX_NODES + 1024)]  # Two bytes a
 Secrets = Annotated[tuple[Bytes, ...], Meta(max_length=4096)]
 Ages = Annotated[tuple[Seconds, ...], Meta(max_length=1 << 16)]
 FewAges = Annotated[tuple[Seconds, ...], Meta(max_length=model.MAX_LOSSES)]
+WorldSize = Annotated[int, Meta(ge=1, le=1 << 32)]
+RankRange = tuple[wire_types.WorkerRank, WorldSize]  # The first, and how many.
+RankRanges = Annotated[tuple[RankRange, ...], Meta(min_length=1, max_length=model.MAX_HELD)]
+Sources = Annotated[tuple[model.Source, ...], Meta(max_length=model.MAX_SOURCES)]
+SavedOrder = tuple[Count, Count, Count]  # Term, round and step of a snapshot.
+Copies = Annotated[int, Meta(ge=0, le=model.MAX_COPIES)]
+CopyTo = Annotated[tuple[tuple[Name, Port], ...], Meta(max_length=model.MAX_COPIES)]
 HostAges = Annotated[tuple[tuple[Name, FewAges], ...], Meta(max_length=model.MAX_LOST_HOSTS)]
 
 # The records that are on the wire were defined before these types.
 _wire = SimpleNamespace(**{**vars(wire_types), **globals()})
 for _kind in (
+    model.SnapshotId,
+    model.Held,
+    model.Source,
+    model.Chosen,
+    model.SavedSteps,
     NodeFacts,
     Settings,
     RestartPolicy,
@@ -179,7 +191,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     `heard_round` the highest round that it knows of. `failure` is what its workers of that round failed of, `advance`
     how far they came, and `stop` the message that made it stop, in case that the coordinator does not know.
     `has_lost_place`: the node had to kill its workers because it could not reach the coordinator. `heard_restarts` is
-    the highest number of charged restarts that it knows of."""
+    the highest number of charged restarts that it knows of. `held` are the snapshots that the node has."""
 
     facts: NodeFacts
     settings: Settings
@@ -190,6 +202,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     stop: Stop | None = None
     advance: Advance | None = None
     heard_restarts: Count = 0
+    held: Annotated[tuple[model.Held, ...], Meta(max_length=model.MAX_HELD)] = ()
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):
@@ -212,6 +225,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 class Succeeded(msgspec.Struct, frozen=True, tag=True):
     round: Count
+
+
+class SnapshotReport(msgspec.Struct, frozen=True, tag=True):
+    """What a member has saved in this round. Only in rounds in which steps are agreed on (`Place.agrees_on_steps`)."""
+
+    round: Count
+    steps: model.SavedSteps
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
@@ -244,7 +264,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     body: Annotated[bytes, Meta(max_length=MAX_ANSWER_BYTES)]
 
 
-FromNode = Join | Return | Heartbeat | Failed | Succeeded | Leaving | Left | Close
+FromNode = Join | Return | Heartbeat | Failed | Succeeded | SnapshotReport | Leaving | Left | Close
 ToCoordinator = FromNode | StoreRequest | Query | Answer
 
 
@@ -273,8 +293,9 @@ def problem_of(message: object) -> str:
     match message:
         case Hello(version, nonce=nonce) | Challenge(version, nonce) if version == MAJOR and len(nonce) != NONCE_BYTES:
             return f"a nonce of {len(nonce)} bytes"
-        case Join(_, settings, place):
-            return _settings_problem(settings) or (_place_problem(place, settings) if place is not None else "")
+        case Join(_, settings, place, held=held):
+            problem = _settings_problem(settings) or (_place_problem(place, settings) if place is not None else "")
+            return problem or _held_problem(held)
         case Return(_, settings, place):
             return _settings_problem(settings) or _place_problem(place, settings)
         case Memory(settings=settings, term=term, last_round=round):
@@ -302,6 +323,14 @@ def _place_problem(place: Place, settings: Settings) -> str:
     if place.node_count > settings.max_nodes:
         return f"a place among {place.node_count} nodes in a run of at most {settings.max_nodes}"
     return _rank_problem(place)
+
+
+def _held_problem(held: tuple[model.Held, ...]) -> str:
+    for each in held:
+        for first, count in each.ranks:
+            if first + count > each.snapshot.world_size:
+                return f"ranks up to {first + count - 1} of a snapshot of {each.snapshot.world_size} workers"
+    return ""
 
 
 def _rank_problem(place: Place) -> str:

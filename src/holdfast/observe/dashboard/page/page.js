@@ -16,7 +16,7 @@ let watchdog = null;
 let isOver = false;
 let attempts = 0;
 
-const grid = new Grid(byId("grid"), byId("cells"), byId("tip"), byId("legend"), (rank) => choose({ rank }));
+const grid = new Grid(byId("cells"), byId("legend"), (rank) => choose({ rank }));
 const log = new LogPane(byId("log"), byId("log-problem"), byId("follow"));
 
 // What is chosen stays in the address, so that a reload shows it again.
@@ -43,8 +43,8 @@ function connect() {
     drawFoot();
     followLog();
   });
-  on("picture", (data) => timed("picture", () => take(data)));
-  on("change", (data) => timed("update", () => take(data)));
+  on("picture", take);
+  on("change", take);
   on("log", takeLog);
   on("beat", () => {});
   on("bye", (data) => leave(data.text));
@@ -99,14 +99,6 @@ document.addEventListener("visibilitychange", () => {
     hiddenTimer = setTimeout(() => source && source.close(), HIDDEN_FOR_MS);
   } else if (!source || source.readyState === EventSource.CLOSED) connect();
 });
-
-function timed(name, act) {
-  const start = performance.now();
-  act();
-  const kind = `holdfast ${name}`;
-  performance.measure(kind, { start, end: performance.now() });
-  if (performance.getEntriesByName(kind).length > 200) performance.clearMeasures(kind);
-}
 
 // The picture.
 

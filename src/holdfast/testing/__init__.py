@@ -1,1 +1,0 @@
-"""Real servers for tests and demos."""
