@@ -214,7 +214,8 @@ def test_jax_finds_its_place_in_a_job(slurm: Slurm) -> None:
         os.write(1, f"process {jax.process_index()} of {jax.process_count()}\\n".encode())
     """, "jax_job.py")  # fmt: skip
     ended = slurm.run("srun", "-N2", "holdfast", "run", "--nproc-per-node=2", job, JAX_PLATFORMS="cpu")
-    assert sorted(ended.lines) == [f"process {rank} of 4" for rank in range(4)], str(ended)
+    places = [f"[node{1 + rank // 2}:{rank}]" for rank in range(4)]
+    assert sorted(ended.lines) == [f"{place} process {rank} of 4" for rank, place in enumerate(places)], str(ended)
 
 
 # --- submit -------------------------------------------------------------------------------------------------------
