@@ -181,12 +181,7 @@ def _side(row: Row, side: str) -> str:
 
 # --- plots ----------------------------------------------------------------------------------------------------------
 
-_PLOTS_OF = {
-    "launch": ("launch", "launch-per-worker"),
-    "torch": ("restart-torch", "first-all-reduce", "memory"),
-    "restart": ("restart",),
-    "crowd": ("rendezvous", "rendezvous-per-node"),
-}
+_PLOTS_OF = {"torch": ("restart-torch", "memory"), "restart": ("restart",)}
 
 
 def _image(name: str, title: str) -> str:
@@ -195,10 +190,6 @@ def _image(name: str, title: str) -> str:
 
 def plots_of(results: Results) -> dict[str, str]:
     """The SVG text of each plot for which there are figures."""
-    return {**_bar_plots(results), **_line_plots(results)}
-
-
-def _bar_plots(results: Results) -> dict[str, str]:
     found = {}
     for name, key, title, unit in (
         (_TOP_PLOT, "torch.4", _TOP_TITLE, "ms"),
@@ -209,33 +200,3 @@ def _bar_plots(results: Results) -> dict[str, str]:
         if bars := {side: of_sides[side] for side in reversed(_ORDER) if of_sides.get(side)}:
             found[name] = plots.stacked_bars(title, bars, unit)
     return found
-
-
-def _line_plots(results: Results) -> dict[str, str]:
-    launch, nodes = results.rows("launch"), results.rows("rendezvous")
-    light = {"light clients": [(size, 1e3 * y) for size, y in _series(results.rows("crowd")).get("holdfast", [])]}
-    cpu = {"coordinator's CPU": [(size, y / 1e3) for size, y in _series(results.rows("crowd_cpu")).get("holdfast", [])]}
-    light_each = {name: [(x, y / x) for x, y in points] for name, points in light.items()}
-    wanted = {
-        "launch": ("Trivial workers, start to end", _series(launch), "workers", "ms"),
-        "launch-per-worker": (
-            "The same for each worker", _series(launch, per_size=True), "workers", "ms for each worker",
-        ),
-        "first-all-reduce": (
-            "Start to the first all-reduce", _series(results.rows("first_all_reduce")), "workers", "s",
-        ),
-        "rendezvous": ("Rendezvous", {**_series(nodes), **light}, "nodes", "ms"),
-        "rendezvous-per-node": (
-            "Rendezvous, for each node", {**_series(nodes, per_size=True), **light_each, **cpu}, "nodes",
-            "ms for each node",
-        ),
-    }  # fmt: skip
-    return {name: plots.lines(*words) for name, words in wanted.items() if any(words[1].values())}
-
-
-def _series(rows: Mapping[int, Row], *, per_size: bool = False) -> dict[str, list[tuple[float, float]]]:
-    sides = dict.fromkeys(side for side in _ORDER if any(side in row.sides for row in rows.values()))
-    return {
-        side: [(size, (row.median(side) or 0) / (size if per_size else 1)) for size, row in sorted(rows.items())]
-        for side in sides
-    }

@@ -1,12 +1,11 @@
 """Plots as SVG, from numbers. Pure; no dependency.
 
 A plot has a background of its own and follows the reader's light or dark mode. Colours differ in brightness, too, and
-every line and bar has its name beside it.
+every bar has its name beside it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
@@ -14,23 +13,13 @@ from bench.results import number
 
 WIDTH = 760
 _PHASES = ("#4c78a8", "#e8833a", "#3f9a52", "#d6504f", "#9d6fb0", "#3aa6a0")
-_SIDES = {
-    "holdfast": "#2f81f7",
-    "holdfast preload": "#2da44e",
-    "torchrun": "#e8833a",
-    "bare": "#8b949e",
-    "light clients": "#a371f7",
-    "coordinator's CPU": "#d6504f",
-}
 _STYLE = """<style>
 text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:#1f2328}
 .title{font-size:15px;font-weight:600}.faint{fill:#59636e}.in{fill:#fff;font-weight:600}
-.background{fill:#fff}.grid{stroke:#d8dee4}.line{fill:none;stroke-width:2.5}
+.background{fill:#fff}
 @media (prefers-color-scheme:dark){text{fill:#e6edf3}.faint{fill:#9198a1}.in{fill:#fff}
-.background{fill:#0d1117}.grid{stroke:#30363d}}
+.background{fill:#0d1117}}
 </style>"""
-
-Points = Sequence[tuple[float, float]]
 
 
 def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], unit: str) -> str:
@@ -56,46 +45,6 @@ def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], unit: str)
             x += width
         drawn.append(_text(x + 8, y + thick / 2 + 5, f"{number(sum(bar.values()))} {unit}"))
     return _svg(title, drawn, top + len(bars) * step)
-
-
-def lines(title: str, series: Mapping[str, Points], x_title: str, y_title: str) -> str:
-    """One line for each name, both axes logarithmic."""
-    series = {name: [(x, y) for x, y in points if x > 0 and y > 0] for name, points in series.items()}
-    series = {name: points for name, points in series.items() if points}
-    left, right, top, bottom, height = 70.0, 180.0, 60.0, 48.0, 380.0
-    xs = [x for points in series.values() for x, _ in points] or [1.0]
-    ys = [y for points in series.values() for _, y in points] or [1.0]
-    low, high = (
-        math.floor(math.log10(min(ys))),
-        max(math.ceil(math.log10(max(ys))), math.floor(math.log10(min(ys))) + 1),
-    )
-    x_low, x_high = math.log10(min(xs)), math.log10(max(max(xs), min(xs) * 2))
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (math.log10(x) - x_low) / (x_high - x_low)
-        up = (math.log10(y) - low) / (high - low)
-        return left + across * (WIDTH - left - right), height - bottom - up * (height - top - bottom)
-
-    drawn = [_text(16, 26, title, "title"), _text(left, height - 8, x_title, "faint"), _text(16, 44, y_title, "faint")]
-    for power in range(low, high + 1):
-        _, y = place(min(xs), 10.0**power)
-        drawn.append(f'<line class="grid" x1="{left:g}" y1="{y:.1f}" x2="{WIDTH - right:g}" y2="{y:.1f}"/>')
-        drawn.append(_text(left - 8, y + 4, f"{10.0**power:,g}" if power < 6 else f"1e{power}", "faint", "end"))
-    drawn += [_text(place(x, ys[0])[0], height - bottom + 18, f"{x:,g}", "faint", "middle") for x in sorted(set(xs))]
-    labels: list[tuple[float, float]] = []
-    for name, points in sorted(series.items(), key=lambda item: item[1][-1][1]):
-        colour = _SIDES.get(name, _PHASES[len(labels) % len(_PHASES)])
-        placed = [place(x, y) for x, y in points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        drawn.append(f'<polyline class="line" stroke="{colour}" points="{path}"/>')
-        drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>' for x, y in placed]
-        # Lowest first, so a label that would cover another one moves up.
-        label_x, label_y = placed[-1][0] + 10, placed[-1][1] + 4
-        label_y = min([label_y, *(y - 16 for x, y in labels if abs(x - label_x) < 150)])
-        labels.append((label_x, label_y))
-        words = f"{name}: {number(points[-1][1])}"
-        drawn.append(f'<text x="{label_x:.1f}" y="{label_y:.1f}" style="fill:{colour}">{escape(words)}</text>')
-    return _svg(title, drawn, height)
 
 
 def _legend(colours: Mapping[str, str], y: float) -> list[str]:

@@ -87,11 +87,6 @@ class Results:
     def row(self, key: str) -> Row | None:
         return next((row for section in self.sections for row in section.rows if row.key == key), None)
 
-    def rows(self, prefix: str) -> dict[int, Row]:
-        """Those whose keys are a prefix and a size, by size."""
-        rows = [row for section in self.sections for row in section.rows if row.key.rpartition(".")[0] == prefix]
-        return {int(row.key.rpartition(".")[2]): row for row in rows}
-
     def breakdowns(self) -> dict[str, dict[str, dict[str, float]]]:
         return {key: bars for section in self.sections for key, bars in section.breakdowns.items()}
 

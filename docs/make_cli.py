@@ -16,6 +16,7 @@ from holdfast.cli import (
     dashboard,
     doctor,
     logs,
+    rehearse,
     stacks,
     status,
     stop,
@@ -127,7 +128,9 @@ def document() -> str:
     examples = "\n\n".join(parser.EXAMPLES)
     parsers = [
         each.get_parser
-        for each in (adopt, coordinator, token, status, top, dashboard, logs, stop, stacks, warm, doctor, bundle)
+        for each in (
+            *(adopt, rehearse, coordinator, token, status, top, dashboard, logs, stop, stacks, warm, doctor, bundle),
+        )
     ]
     engines = (submit.get_submit_parser, submit.get_render_parser)
     pages = [_page(get()) for get in (*engines, *parsers[:4], status.get_ps_parser, *parsers[4:])]

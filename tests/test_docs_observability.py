@@ -31,7 +31,7 @@ from tests.test_docs import FENCE, ROOT, fences
 PAGE = ROOT / "docs" / "observability.md"
 DEADLINE_S = 120.0
 # What the doctor says about a host is different on each; about the way to this run it is not.
-OF_THE_WAY = ("endpoint name", "coordinator", "token", "run")
+OF_THE_WAY = ("coordinator", "token", "run")
 
 
 class Job:

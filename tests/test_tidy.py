@@ -33,9 +33,10 @@ _BASE = {
 }
 _BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "telemetry", "timer"} | _BASE
 LAYERS = {
-    "cli": {"adopt", "observe", "hosts", "launcher", "agent"} | _BELOW_AGENT,
+    "cli": {"adopt", "observe", "hosts", "launcher", "agent", "rehearsal"} | _BELOW_AGENT,
     "adopt": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: what the names of torch's launcher stand for
     "observe": {"agent"} | _BELOW_AGENT,
+    "rehearsal": {"observe", "hosts", "agent"} | _BELOW_AGENT,
     "hosts": {"launcher", "agent"} | _BELOW_AGENT,
     "launcher": {"agent"} | _BELOW_AGENT,
     "agent": _BELOW_AGENT,
@@ -83,11 +84,12 @@ _PURE = {
     "process": "torch_store",
     "process/output": "folding lines terminal",
     "process/workers": "ladder",
+    "rehearsal": "plan",
     "rendezvous/client": "reachability",
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
-    "rendezvous/membership": "finished formation frames keys losses model node node_lease nodes phases protocol "
-    "restart_policy round run run_status snapshot_records snapshots",
+    "rendezvous/membership": "agreed_steps finished formation frames keys losses model node node_lease nodes phases "
+    "protocol restart_policy round run run_status snapshot_records snapshots",
     "telemetry": "history redaction status stragglers",
 }
 PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for name in names.split()]

@@ -267,10 +267,11 @@ class Campaign:
     # The end.
 
     def finish(self) -> None:
-        """Tell the job to finish while a host is cut off, which comes back when the run is over."""
+        """Tell the job to finish while a host is cut off, which comes back when the run is over. That host knows of the
+        run: a node that has never heard of it may begin a new one under the same id."""
         self._cure(all_of_them=True)
         self._await(lambda: len(self._last_round()) >= 2 * len(HOSTS) - 2, "most hosts take part again")
-        late = self._random.choice(HOSTS)
+        late = self._random.choice(self._hosts_of_last_round())
         self._tell(f"cut {late} off until the run is over")
         self._network.cut(late)
         (self.home / "finish").touch()
@@ -330,6 +331,10 @@ class Campaign:
         last = max((name.partition("-")[0] for name, _, _ in lives), default="")
         recently = job.now_ns() - 500_000_000
         return [name for name, _, ended in lives if name.startswith(last) and ended > recently]
+
+    def _hosts_of_last_round(self) -> list[str]:
+        pids = {int(name.rpartition("-")[2]) for name in self._last_round()}
+        return [host for host in HOSTS if pids.intersection(self._workers(host))]
 
     def _steps(self) -> list[float]:
         """When each step ended."""

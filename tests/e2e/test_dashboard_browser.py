@@ -100,12 +100,10 @@ def test_a_job_from_its_start_to_its_stop(scene: Scene, page: Any) -> None:
     await_text(page, "#restarts", r"3\s*of 3")
     page.evaluate("window.isSamePage = true")
     # A log that grows, of a rank that was chosen with the mouse in the grid of nodes and workers.
-    box = page.locator("#cells").bounding_box()
-    assert box is not None
-    page.mouse.move(box["x"] + 202 + 48 + 10, box["y"] + 2 + 36 + 10)
-    await_text(page, "#tip", r"^rank 3: running, node 1")
-    page.mouse.down()
-    page.mouse.up()
+    cell = page.locator("#cells i[data-rank='3']")
+    cell.hover()
+    assert cell.get_attribute("title").startswith("rank 3: running, node 1")
+    cell.click()
     await_text(page, "#log", r"life 0 step \d+")
     before = text_of(page, "#log")
     support.wait_until(lambda: len(text_of(page, "#log")) > len(before), "the log grows")
@@ -163,7 +161,7 @@ def test_hostile_names_and_lines_stay_text(page: Any) -> None:
         await_text(page, "#log", re.escape(HOSTILE))
         await_text(page, "#rounds", re.escape(HOSTILE))
         await_text(page, "#worker-facts", re.escape(HOSTILE))
-        page.locator("#cells").hover(position={"x": 400, "y": 10})
+        page.locator("#cells i").first.hover()
         assert HOSTILE in page.title()
         assert page.evaluate("window.owned") is None
         assert page.locator("img").count() == 1, "our own mark"

@@ -45,7 +45,7 @@ def test_several_endpoints_and_settings(holdfast: Holdfast, cluster: EtcdCluster
     assert ended.code == 0, ended.err
     assert sorted(ended.lines) == ["0 2", "1 2"]
     with cluster.get_client() as client:
-        assert [client.get(key) for key in keys_of("/team/a", "run")] == [None, None]
+        assert [client.get(key) for key in keys_of("/team/a", "run")[:2]] == [None, None]
 
 
 @proves("etcd-runs.several-endpoints-users")

@@ -182,6 +182,19 @@ def test_mpirun_within_a_job(slurm: Slurm) -> None:
     assert len(re.findall(r"mpirun of 2 tasks: node \d of 2, meeting at 10\.77\.0\.1:\d+", ended.err)) == 2
 
 
+@proves("workers.jax-initialize-arguments")
+def test_jax_finds_its_place_in_a_job(slurm: Slurm) -> None:
+    """Slurm's variables speak of two tasks; JAX has four processes."""
+    support.need_module("jax")
+    job = slurm.holdfast.script("""
+        import os, jax
+        jax.distributed.initialize()
+        os.write(1, f"process {jax.process_index()} of {jax.process_count()}\\n".encode())
+    """, "jax_job.py")  # fmt: skip
+    ended = slurm.run("srun", "-N2", "holdfast", "run", "--nproc-per-node=2", job, JAX_PLATFORMS="cpu")
+    assert sorted(ended.lines) == [f"process {rank} of 4" for rank in range(4)], str(ended)
+
+
 # --- submit -------------------------------------------------------------------------------------------------------
 
 

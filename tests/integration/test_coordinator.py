@@ -71,6 +71,18 @@ def test_nodes_are_told_which_snapshot_to_load(server: CoordinatorProcess) -> No
     assert [each.chosen for each in places] == [model.Chosen(common), model.Chosen(common, sources)]
 
 
+@proves("nodes.agreed-step-kept-by-all")
+def test_nodes_agree_on_a_step_to_write(server: CoordinatorProcess) -> None:
+    with node(server.port, "2", snapshot_every=0.001) as a, node(server.port, "2", snapshot_every=0.001) as b:
+        form(a, b)
+        answers = (model.SavedSteps(5), model.SavedSteps(6, 6), model.SavedSteps(6, 6, 6))
+        orders = (model.KeepFrom(1, 6), model.Agreed(1, 6, to_disk=True), model.Complete(1, (1, 1, 6)))
+        for steps, order in zip(answers, orders, strict=True):
+            for each in (a, b):
+                each.report_steps(1, steps)
+            assert [await_push(each, type(order)) for each in (a, b)] == [order, order]
+
+
 def test_it_tells_who_stands_by_and_how_a_run_ended(server: CoordinatorProcess) -> None:
     settings = Settings(1, 1, close_linger_s=0.3)
     with Peer(server.port) as first, Peer(server.port) as second:

@@ -273,7 +273,7 @@ def test_a_run_that_fails_inside_is_closed_as_a_whole(
 # The watchdog.
 
 BLOCKED = """
-import asyncio, os, pathlib, sys, time
+import asyncio, contextlib, pathlib, sys, time
 from holdfast.rendezvous.coordinator import launch, state_file, watchdog
 from holdfast.rendezvous.coordinator.server import Coordinator
 
@@ -283,7 +283,7 @@ async def main():
     coordinator = Coordinator(sock, state_file.StateFiles(pathlib.Path(sys.argv[1]), "127.0.0.1", port))
     if sys.argv[2] == "block":
         asyncio.get_running_loop().call_later(0.1, time.sleep, 60)
-    with watchdog.watching(lambda: min(1.0, coordinator.patience_s)):
+    with contextlib.closing(watchdog.Watchdog(lambda: min(1.0, coordinator.patience_s))):
         await coordinator.serve(lambda: print(port, flush=True))
 
 asyncio.run(main())

@@ -52,7 +52,7 @@ class Place:
         self.endpoint = endpoint
         self.run_id = uuid.uuid4().hex
         self.gateway = gateway
-        self.leader_key, self.memory_key = keeper.keys_of("/holdfast", self.run_id)
+        self.leader_key, self.memory_key, _ = keeper.keys_of("/holdfast", self.run_id)
 
     @contextlib.contextmanager
     def node(self, nodes: str = "1", endpoint: str = "", **config: Any) -> Iterator[CoordinatorHandler]:

@@ -20,12 +20,12 @@ from typing import Any, TextIO
 import pytest
 
 from holdfast.agent import LocalElasticAgent, RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
-from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER
+from holdfast.agent.model import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_HEALTH_CHECK_PORT
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs
 from holdfast.rendezvous.api import rendezvous_handler_registry
 from holdfast.rendezvous.static import StandaloneRendezvous
-from holdfast.telemetry.health import PORT_VARIABLE, AgentAlive, HealthCheckServer, create_healthcheck_server
+from holdfast.telemetry.health import AgentAlive, HealthCheckServer, create_healthcheck_server
 from holdfast.timer import FileTimerServer
 from tests import support
 from tests.integration.test_agent import Meeting, PluginHandler
@@ -44,7 +44,7 @@ with open(sys.argv[1] + os.environ["RANK"]) as gate:
 
 @pytest.fixture(autouse=True)
 def no_port_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PORT_VARIABLE, raising=False)
+    monkeypatch.delenv(TORCHELASTIC_HEALTH_CHECK_PORT, raising=False)
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_ways_to_ask_for_it(way: str, monkeypatch: pytest.MonkeyPatch, no_descri
     port = support.free_port()
     given = {"health_port": port} if way == "config" else {}
     if way != "server":
-        monkeypatch.setenv(PORT_VARIABLE, str(port) if way == "environment" else "1")
+        monkeypatch.setenv(TORCHELASTIC_HEALTH_CHECK_PORT, str(port) if way == "environment" else "1")
     for _ in range(2):
         server = create_healthcheck_server(time.time, port, 60) if way == "server" else None
         launch = elastic_launch(config(max_restarts=1, **given), ask_until_running, server)
@@ -265,7 +265,7 @@ def test_ways_to_ask_for_it(way: str, monkeypatch: pytest.MonkeyPatch, no_descri
 @proves("health.check-works-command-line")
 def test_an_agent_alone_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     port = support.free_port()
-    monkeypatch.setenv(PORT_VARIABLE, str(port))
+    monkeypatch.setenv(TORCHELASTIC_HEALTH_CHECK_PORT, str(port))
     spec = WorkerSpec("trainer", 1, StandaloneRendezvous("run"), entrypoint=ask_until_running, args=(port,))
     result = LocalElasticAgent(spec, DefaultLogsSpecs("/dev/null")).run()
     assert result.return_values[0]["status"] == "alive"

@@ -23,6 +23,7 @@ MODULES = {
     "torch.distributed.elastic.agent.server.health_check_server": "holdfast.telemetry.health",
     "torch.distributed.elastic.rendezvous.etcd_server": "holdfast.rendezvous.etcd_server",
     "torch.distributed.elastic.rendezvous.static_tcp_rendezvous": "holdfast.rendezvous.static",
+    "torch.distributed.elastic.utils.store": "holdfast.rendezvous.store",
 }
 
 

@@ -15,12 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership.model import (
     Admit,
+    Agreed,
+    Complete,
     Ended,
+    KeepFrom,
     Memory,
     NodeFacts,
     Outcome,
     Place,
     Refused,
+    SavedSteps,
     Sealed,
     Settings,
     Stage,
@@ -42,6 +46,7 @@ from holdfast.rendezvous.membership.protocol import (
     Left,
     Remember,
     Return,
+    SnapshotReport,
     Succeeded,
     Tell,
     TimePassed,
@@ -115,6 +120,7 @@ class Run(RuleBasedStateMachine):
         admit_delay_s=st.sampled_from([0.0, 5.0]),
         backoff_s=st.sampled_from([0.0, 0.0, 3.0]),
         loss_limit=st.sampled_from([1, 20]),
+        copies=st.integers(0, 1),
         lost=st.sets(st.sampled_from("xyz")),
     )
     def begin(
@@ -125,11 +131,12 @@ class Run(RuleBasedStateMachine):
         admit_delay_s: float,
         backoff_s: float,
         loss_limit: int,
+        copies: int,
         lost: set[str],
     ) -> None:
         """`lost` are hosts that were lost twice before."""
         policy = RestartPolicy(max_restarts, backoff_s=backoff_s, loss_limit=loss_limit)
-        admitting: dict[str, Any] = {"admit": admit, "admit_delay_s": admit_delay_s}
+        admitting: dict[str, Any] = {"admit": admit, "admit_delay_s": admit_delay_s, "snapshot_copies": copies}
         self.settings = Settings(bounds[0], sum(bounds), join_timeout_s=60.0, policy=policy, **admitting)
         self.now = 0.0
         self.memory = Memory(host_loss_ages_s=tuple((host, (9.0, 0.0)) for host in sorted(lost)))
@@ -186,6 +193,9 @@ class Run(RuleBasedStateMachine):
             case Ended(outcome):
                 assert agent.outcome in (None, outcome), "the same to everybody, for ever"
                 agent.outcome, agent.place, agent.is_waiting = outcome, None, False
+            case KeepFrom(round) | Agreed(round) | Complete(round):
+                assert (self.run.phase, self.run.round) == (Phase.RUNNING, round)
+                assert self.settings.snapshot_copies
             case Refused():
                 raise AssertionError(f"all nodes are alike, but {message}")
 
@@ -249,6 +259,13 @@ class Run(RuleBasedStateMachine):
             agent.failure = Failure(name, 0, text="broke", is_consequence=is_consequence)
             if agent.is_connected:
                 self.say(agent, Failed(agent.place.round, agent.failure))
+
+    @rule(step=st.integers(0, 9), others=st.tuples(*[st.none() | st.integers(0, 9)] * 3))
+    def save(self, step: int, others: tuple[int | None, ...]) -> None:
+        """They report what they have saved, kept and stored, true or not."""
+        for agent in self.agents.values():
+            if agent.has_work and agent.is_connected and agent.place is not None:
+                self.say(agent, SnapshotReport(agent.place.round, SavedSteps(step, *others)))
 
     @rule(names=st.sets(WHO, min_size=1))
     def succeed(self, names: set[str]) -> None:

@@ -80,6 +80,7 @@ class Agent:
         self._is_stopping = False
         self._pending: deque[lifecycle.Event] = deque()
         self._mailbox: deque[lifecycle.Event] = deque()
+        self._orders: deque[model.SnapshotOrder] = deque()
         self._is_turn_due = False
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._alarm = Alarm(self.engine, host.clock, self._ring)
@@ -217,6 +218,9 @@ class Agent:
             case model.Refused(reason):
                 self.checks.refused(self, reason)
                 self.exit()
+            case model.KeepFrom() | model.Agreed() | model.Complete():
+                self._orders.append(command)
+                self._wake_loop()
             case model.StandBy() | model.Progress() | model.Notice():
                 pass
             case _:
@@ -254,6 +258,8 @@ class Agent:
         if self.engine.now < self.loop_paused_until:
             self._wake_loop()
             return
+        while self._orders:
+            self._pass_on(self._orders.popleft())
         while self.is_alive and not self.is_leaving:
             event = self._next_event()
             if event is None:
@@ -261,6 +267,12 @@ class Agent:
             self._decide(event)
         if self.is_alive:
             self._loop_alarm.set(self.machine.next_deadline())
+
+    def _pass_on(self, order: model.SnapshotOrder) -> None:
+        group, saving = self.group, self.host.society.saving
+        if group is not None and self.place is not None and order.round == self.machine.round == group.round:
+            assert saving is not None
+            saving.take(group, self.place, order)
 
     def _next_event(self) -> lifecycle.Event | None:
         """What its own hands have done comes first, then the workers, then what others say."""

@@ -14,6 +14,8 @@ from holdfast.failures.records import Failure
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import (
+    Agreed,
+    Complete,
     End,
     Ended,
     Held,
@@ -742,6 +744,73 @@ def _snapshot_of(place: Place) -> SnapshotId | None:
     return place.chosen.snapshot if place.chosen is not None else None
 
 
+class AgreedMeansKept(Checker):
+    """A step is agreed when all members of the round keep it, and complete when all of them have stored it."""
+
+    def set_up(self) -> None:
+        self._worlds: dict[int, World] = {}
+        self._kept: dict[str, tuple[int, int, int]] = {}
+        """What each node keeps now."""
+        self._stored: set[tuple[str, tuple[int, int, int]]] = set()
+
+    def world_sealed(self, world: World) -> None:
+        self._worlds[world.round] = world
+
+    def step_kept(self, node: str, snapshot: SnapshotId) -> None:
+        self._kept[node] = snapshot.order
+
+    def step_stored(self, node: str, snapshot: SnapshotId, ranks: range) -> None:
+        self._stored.add((node, snapshot.order))
+
+    def snapshot_ordered(self, order: Agreed | Complete) -> None:
+        if isinstance(order, Agreed):
+            saved, done = (*self._worlds[order.round].order, order.step), {*self._kept.items()}
+        else:
+            saved, done = order.saved, self._stored
+        for member in self._worlds[saved[1]].members.values():
+            if (member.node_id, saved) not in done:
+                self.object(f"{order}, but {member.node_id} does not keep it, or has not stored it")
+
+
+class LastCompleteSurvives(Checker):
+    """If for each rank of the last complete snapshot a node is in the new world that had it then, of its own or as a
+    copy, the world loads that snapshot or a newer one. Each rank is on as many other nodes as the user wants."""
+
+    def set_up(self) -> None:
+        self._holders: dict[tuple[int, int, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._sizes: dict[tuple[int, int, int], int] = {}
+        self._complete: tuple[int, int, int] | None = None
+        self._wanted = 1
+        """On how many nodes each rank of a complete snapshot is."""
+
+    def step_stored(self, node: str, snapshot: SnapshotId, ranks: range) -> None:
+        self._sizes[snapshot.order] = snapshot.world_size
+        for rank in ranks:
+            self.copied(node, snapshot, rank)
+
+    def copied(self, node: str, snapshot: SnapshotId, rank: int) -> None:
+        self._holders[snapshot.order][rank].add(node)
+
+    def snapshot_ordered(self, order: Agreed | Complete) -> None:
+        if isinstance(order, Complete) and (self._complete is None or order.saved > self._complete):
+            self._complete = order.saved
+            if (least := min((len(each) for each in self._holders[order.saved].values()), default=0)) < self._wanted:
+                self.object(f"{order}, but a rank of it is on {least} nodes")
+
+    def world_sealed(self, world: World) -> None:
+        can_copy = all(facts.snapshot_port for facts in world.members.values())
+        self._wanted = 1 + min(self.settings.snapshot_copies, world.size - 1) if can_copy else 1
+        if self._complete is None:
+            return
+        present = {facts.node_id for facts in world.members.values() if facts.snapshot_port}
+        holders, found = self._holders[self._complete], _snapshot_of(world.template)
+        is_loadable = all(holders[rank] & present for rank in range(self._sizes[self._complete]))
+        if is_loadable and (found is None or found.order < self._complete):
+            self.object(f"round {world.round} loads {found}, and {self._complete} was complete")
+        if found is not None and found.order < self._complete:
+            self._complete = None  # The nodes discard what is newer than the snapshot that they load.
+
+
 class WritesAreInTurn(Checker):
     """A coordinator writes in its time, each thing once and in order. A request that is carried out late, after the
     coordinator was replaced or has asked for something else, changes nothing."""
@@ -818,8 +887,9 @@ class TellingsAreBacked(Checker):
 RULES: tuple[type[Checker], ...] = (
     RanksAgree, RoundsRise, SizeWithinBounds, OneRoundPerNode, OneWorldAtOnce, SurvivorsKeepOrder, MembershipIsFree,
     FailuresAreCharged, NoFailureIsForgotten, RootCause, SuccessIsUnanimous, RestartsWithinBudget, LossesAreBounded,
-    AdmittedTogether, OneStepForAll, OneOutcome, EndedRunStaysEnded, NobodyLostWithoutReason, OnlyMisfitsAreRefused,
-    StoppingIsBounded, WritesAreInTurn, OneInOffice, OnlyInOffice, TellingsAreBacked,
+    AdmittedTogether, OneStepForAll, AgreedMeansKept, LastCompleteSurvives, OneOutcome, EndedRunStaysEnded,
+    NobodyLostWithoutReason, OnlyMisfitsAreRefused, StoppingIsBounded, WritesAreInTurn, OneInOffice, OnlyInOffice,
+    TellingsAreBacked,
 )  # fmt: skip
 
 

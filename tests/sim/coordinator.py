@@ -167,8 +167,10 @@ class Coordinator:
         said = self._in_words_of_nodes(event)
         if said is not None:
             self.engine.note(self.name, said, tuple(run.decided))
+            # What came on a connection that this side has closed meanwhile is for the machine to ignore.
+            is_late = isinstance(event, Received) and event.conn not in self._links
             is_ignored = isinstance(event, Received) and (event.conn, "") in ready.close
-            if self.counts and not is_ignored:
+            if self.counts and not is_ignored and not is_late:
                 self._tell_rules(said)
         self.checks.stepped(run.membership.phase is Phase.STOPPING)
         for command in run.decided:
@@ -226,6 +228,8 @@ class Coordinator:
             self._seal(message)
         if isinstance(message, model.Stop) and self.counts:
             self.checks.stop_ordered(message)
+        if isinstance(message, model.Agreed | model.Complete) and self.counts:
+            self.checks.snapshot_ordered(message)
         for conn in conns:
             if conn in self._links:
                 self._send(self._links[conn], message)

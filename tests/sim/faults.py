@@ -121,6 +121,12 @@ def draw_profile(random: Random, kinds_there_are: tuple[str, ...], timings: tupl
     )
 
 
+def with_snapshots(profile: Profile, random: Random) -> Profile:
+    """In some worlds steps are agreed on. Chance is a source of its own: the rest of a seed is as it was without."""
+    copies, every_s = random.choice((0, 0, 0, 1, 1, 2)), random.choice((0.0, 0.0, 0.0, 0.0, 5.0))
+    return replace(profile, settings=replace(profile.settings, snapshot_copies=copies, snapshot_every_s=every_s))
+
+
 def _draw_kinds(random: Random, kinds: tuple[str, ...]) -> tuple[str, ...]:
     """A few that do their worst, or many at once."""
     if random.random() < 0.5:

@@ -20,6 +20,7 @@ from holdfast.rendezvous.etcd import election
 from holdfast.rendezvous.etcd.election import Candidacy, Office
 from holdfast.rendezvous.membership import losses, node_lease, phases, protocol, snapshots
 from holdfast.rendezvous.membership import round as rounds
+from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
 from holdfast.rendezvous.membership.formation import Formation
 from holdfast.rendezvous.membership.losses import Losses
 from holdfast.rendezvous.membership.model import Memory, NodeFacts, Resigned, Sealed, Stage, World
@@ -186,6 +187,21 @@ def _first_said(original: Any) -> Any:
         return original(self, replace_in_message(join, held=known.snapshots if known else join.held), now)
 
     return joined
+
+
+def _first_answer(original: Any) -> Any:
+    def take(self: AgreedSteps, key: str, steps: Any, asked: Any, now: float) -> Any:
+        if steps.kept is not None and self._kept and steps.kept >= asked.step:
+            steps = replace(steps, kept=next(iter(self._kept.values())))
+        return original(self, key, steps, asked, now)
+
+    return take
+
+
+def _to_itself(original: Any) -> Any:
+    return lambda members, copies: {
+        rank: ((own.address, own.snapshot_port),) if own.snapshot_port else () for rank, own in enumerate(members)
+    }
 
 
 def _admit_at_the_join_only(original: Any) -> Any:
@@ -356,6 +372,8 @@ _FENCING = "one_world_at_once"
 _RAISE = "machines_never_raise"
 _FREE = "membership_is_free"
 _STEPS = "one_step_for_all"
+_KEPT = "agreed_means_kept"
+_COPIES = "last_complete_survives"
 
 # fmt: off
 MUTATIONS = [
@@ -431,6 +449,20 @@ MUTATIONS = [
     Mutation("each node has one worker", snapshots._Candidate, "_ranks_of", lambda original: lambda self, rank: (rank,
         rank + 1), _STEPS, _RAISE),
     Mutation("a protected slot is used again", Slots, "_protected", _always(frozenset()), _STEPS),
+    # Steps that all nodes keep.
+    Mutation("one node is not asked what it keeps", AgreedSteps, "begin", lambda original: lambda self, place, *what:
+        original(self, replace(place, node_count=max(1, place.node_count - 1)), *what), _KEPT),
+    Mutation("different answers agree", AgreedSteps, "_take_kept", _first_answer, _KEPT),
+    Mutation("a complete step is not told again", AgreedSteps, "_ask", _before(lambda self: setattr(self,
+        "_is_complete_told", True)), scenario="a_complete_step_is_told_again"),
+    Mutation("a node that is back is not asked again", AgreedSteps, "repeated", _always([]),
+        scenario="a_complete_step_is_told_again"),
+    Mutation("a node that is back does not answer again", Participant, "_introduce", _without(protocol.SnapshotReport),
+        scenario="a_complete_step_is_told_again"),
+    Mutation("an order that comes again is a new one", Slots, "keep", lambda original: lambda self, round, step:
+        (setattr(self, "kept", None), original(self, round, step)), scenario="a_complete_step_is_told_again"),
+    Mutation("each node has its own copies", snapshots, "_copy_targets", _to_itself, _COPIES),
+    Mutation("what is complete may be let go", Slots, "finish", _always(None), _COPIES),
     # A coordinator that is restarted.
     Mutation("a sealed round is not written down", Membership, "_seal", _without(Remember), "rounds_rise", _FENCING,
         first_seed=150),

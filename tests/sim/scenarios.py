@@ -127,6 +127,23 @@ def the_newest_common_step_is_loaded() -> str:
 
 
 @scenario
+def a_complete_step_is_told_again() -> str:
+    """All nodes keep one step and copy it. One of them loses its connection, and is asked again when it is back; it
+    loses another one, and answers the same again, although it has a newer step. It misses that the step is complete,
+    and the coordinator is killed: the next coordinator hears of it from the other node, and tells it before it asks for
+    the next step."""
+    script = Script(min_nodes=2, max_nodes=2, snapshot_copies=1)
+    script.nodes("ab")
+    for step, at in enumerate((2.0, 4.0, 4.03, 6.0), 1):
+        script.save("ab", at=at, step=step)
+    script.reset("b", at=2.015)
+    script.reset("b", at=4.005)
+    script.cut("b", at=4.19, for_s=0.5)
+    script.kill_coordinator(at=4.25, for_s=0.2)
+    return script.tell(until=6.5)
+
+
+@scenario
 def a_newcomer_waits_for_a_restart() -> str:
     """With `admit=on-restart` it stands by until the round ends of something else."""
     script = Script(min_nodes=1, max_nodes=3, admit=Admit.ON_RESTART, policy=RestartPolicy(max_restarts=1))

@@ -11,7 +11,8 @@ from collections import defaultdict
 from random import Random
 
 from holdfast.agent.ranks import Member, assign_nodes
-from holdfast.rendezvous.membership.model import Chosen, Place, SnapshotId
+from holdfast.rendezvous.membership import protocol
+from holdfast.rendezvous.membership.model import Agreed, Chosen, Complete, KeepFrom, Place, SnapshotId, SnapshotOrder
 from tests.sim.checkers import Checks
 from tests.sim.engine import Engine
 from tests.sim.host import Group, Host
@@ -85,6 +86,54 @@ class Saving:
         self._engine.after(self._random.random() * self._pause_s, self._save, group, place)
 
     def commit(self, host: Host, place: Place, rank: int, step: int) -> None:
+        """One rank."""
         snapshot = SnapshotId(*place.order, step, place.worker_count(), self._is_replicated)
         host.slots.save(rank, snapshot)
         self._checks.committed(snapshot, rank)
+        self._report(host, place)
+
+    # Steps that all nodes agree on.
+
+    def take(self, group: Group, place: Place, order: SnapshotOrder) -> None:
+        """The loop of the agent passes it on."""
+        host = group.host
+        match order:
+            case KeepFrom(_, step):
+                host.slots.keep(place.order, step)
+            case Agreed(_, step):
+                if host.slots.agree(step):
+                    delay_s = 0.1 if self.is_over else self._random.random() ** 2 * 3
+                    self._engine.after(delay_s, self._store, group, place, host.slots.agreed)
+            case Complete(_, saved):
+                host.slots.finish(saved)
+        self._report(host, place)
+
+    def _store(self, group: Group, place: Place, snapshot: SnapshotId) -> None:
+        """Copies go from transfer process to transfer process, also while the workers are being stopped."""
+        host = group.host
+        if not group.is_alive or host.agent is None or host.slots.agreed != snapshot:
+            return
+        others = [self.hosts[address] for address, _ in place.copy_to]
+        is_well = self.is_over or self._random.random() < 0.9
+        for other, (_, port) in zip(others, place.copy_to, strict=True):
+            if other.agent is None or self.port_of(other) != port or not is_well:
+                is_well = False
+                continue
+            for rank in host.slots.ranks:
+                other.slots.put(rank, snapshot)
+                self._checks.copied(other.agent.name, snapshot, rank)
+        if is_well:
+            host.slots.stored = snapshot.step
+            self._checks.step_stored(host.agent.name, snapshot, host.slots.ranks)
+        else:
+            host.slots.failed = snapshot.step
+        self._report(host, place)
+
+    def _report(self, host: Host, place: Place) -> None:
+        if not place.agrees_on_steps or host.agent is None:
+            return
+        if host.slots.keep_if_due(place.order) or host.slots.kept is not None:
+            assert host.slots.kept is not None
+            self._checks.step_kept(host.agent.name, host.slots.kept)
+        report = protocol.SnapshotReport(place.round, host.slots.steps(place.order))
+        host.agent.hear(host.agent.tell, report)

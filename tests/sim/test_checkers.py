@@ -12,7 +12,9 @@ from holdfast.failures.records import Failure
 from holdfast.rendezvous.etcd.election import Leader
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import (
+    Agreed,
     Chosen,
+    Complete,
     End,
     Ended,
     Held,
@@ -22,6 +24,7 @@ from holdfast.rendezvous.membership.model import (
     Sealed,
     Settings,
     SnapshotId,
+    SnapshotPlan,
     Stop,
     World,
 )
@@ -30,7 +33,7 @@ from tests.promises import promise
 from tests.sim.checkers import RULES, Checks, name_of
 from tests.sim.engine import Violation
 
-SETTINGS = Settings(min_nodes=2, max_nodes=3, policy=RestartPolicy(max_restarts=1))
+SETTINGS = Settings(min_nodes=2, max_nodes=3, snapshot_copies=1, policy=RestartPolicy(max_restarts=1))
 A, B, C, D = (NodeFacts(name, address=name, port=1, snapshot_port=1) for name in "abcd")
 CRASH = Failure("a", 0, 1, "", "it crashed")
 ECHO = Failure("b", 1, 1, "", "connection closed", is_consequence=True)
@@ -56,8 +59,8 @@ def join_after(round: int) -> Any:
     return protocol.Join(A, SETTINGS, World.of(1, round, (A, C)).place_of(A.key))
 
 
-def sealed(round: int, *members: NodeFacts, restarts_used: int = 0, **chosen: Any) -> Callable[[Checks], None]:
-    return lambda checks: checks.world_sealed(World.of(1, round, members, restarts_used, **chosen))
+def sealed(round: int, *members: NodeFacts, restarts_used: int = 0, **plan: Any) -> Callable[[Checks], None]:
+    return lambda checks: checks.world_sealed(World.of(1, round, members, restarts_used, plan=SnapshotPlan(**plan)))
 
 
 def heard(node: NodeFacts, message: Any) -> Callable[[Checks], None]:
@@ -70,6 +73,14 @@ def wrote(round: int, restarts_used: int = 0, outcome: Outcome | None = None) ->
 
 def did(hook: str, *arguments: Any) -> Callable[[Checks], None]:
     return lambda checks: getattr(checks, hook)(*arguments)
+
+
+def kept(name: str) -> Callable[[Checks], None]:
+    return did("step_kept", name, SNAPSHOT)
+
+
+def stored(node: NodeFacts, rank: int) -> Callable[[Checks], None]:
+    return did("step_stored", node.node_id, SNAPSHOT, range(rank, rank + 1))
 
 
 def placed(node: NodeFacts, world: World, rank: int) -> Callable[[Checks], None]:
@@ -173,6 +184,22 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
         did("committed", SNAPSHOT, 0), did("rank_loaded", PLACE, 1, SNAPSHOT, 1),
     ]),
     ("one_step_for_all", [did("source_is_empty", "a", 0, SNAPSHOT)]),
+    ("agreed_means_kept", [sealed(1, A, B), kept("a"), did("snapshot_ordered", Agreed(1, 5))]),
+    ("agreed_means_kept", [
+        sealed(1, A, B), kept("a"), kept("b"), did("snapshot_ordered", Agreed(1, 5)), stored(A, 0),
+        did("snapshot_ordered", Complete(1, SNAPSHOT.order)),
+    ]),
+    ("last_complete_survives", [
+        stored(A, 0), stored(B, 1), did("snapshot_ordered", Complete(1, SNAPSHOT.order)), sealed(2, A, B),
+    ]),
+    ("last_complete_survives", [
+        stored(A, 0), stored(B, 1), did("copied", "c", SNAPSHOT, 0), did("snapshot_ordered", Complete(1,
+        SNAPSHOT.order)), sealed(2, C, B, chosen=Chosen(SnapshotId(1, 1, 4, 2))),
+    ]),
+    ("last_complete_survives", [
+        sealed(1, A, B), stored(A, 0), stored(B, 1), did("copied", "b", SNAPSHOT, 0), did("copied", "b", SNAPSHOT, 1),
+        did("snapshot_ordered", Complete(1, SNAPSHOT.order)),
+    ]),
     ("one_outcome", [wrote(1, 0, Outcome(End.CLOSED, "")), wrote(1, 0, Outcome(End.CLOSED, "again"))]),
     ("one_outcome", [did("outcome_learned", SimpleNamespace(name="a"), SUCCEEDED)]),
     ("ended_run_stays_ended", [wrote(1, 0, Outcome(End.CLOSED, "")), sealed(2, A, B)]),

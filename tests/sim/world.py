@@ -20,7 +20,17 @@ from tests.sim.agent import Agent, Fixed
 from tests.sim.checkers import Checks
 from tests.sim.coordinator import Coordinator, Disk
 from tests.sim.engine import Engine, Violation
-from tests.sim.faults import CALM, KINDS, SLOWEST, TIMINGS, Misfortune, Workload, draw_clock, draw_profile
+from tests.sim.faults import (
+    CALM,
+    KINDS,
+    SLOWEST,
+    TIMINGS,
+    Misfortune,
+    Workload,
+    draw_clock,
+    draw_profile,
+    with_snapshots,
+)
 from tests.sim.host import Host, Society
 from tests.sim.network import Address, Network
 from tests.sim.snapshots import Saving
@@ -37,7 +47,8 @@ class FakeWorld:
     def __init__(self, seed: int) -> None:
         random = Random(seed)
         self.seed = seed
-        self.profile = draw_profile(random, self.kinds, self.timings)
+        chance = Random(f"snapshots of {seed}")
+        self.profile = with_snapshots(draw_profile(random, self.kinds, self.timings), chance)
         self.engine = Engine(random)
         self.clock = draw_clock(random, is_coordinator=True)
         self.checks = Checks(self.profile.settings, self._time_of_rules)
@@ -45,7 +56,7 @@ class FakeWorld:
             self.checks.be_calm()
         self.network = Network(self.engine, self.profile.max_delay_s)
         self.society = Society(self.engine, self.checks)
-        self.society.saving = self.saving = Saving(self.engine, self.checks, Random(f"snapshots of {seed}"))
+        self.society.saving = self.saving = Saving(self.engine, self.checks, chance)
         self.workload = Workload(random, self.profile)
         self.misfortune = self._make_misfortune()
         self.hosts: list[Host] = []

@@ -16,7 +16,20 @@ from holdfast.failures.records import Evidence, Failure
 from holdfast.process.errors import ProcessFailure
 from holdfast.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 from holdfast.rendezvous.coordination import AgentPush, Coordination, JoinFailed
-from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, Place, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import (
+    Agreed,
+    CloseRequested,
+    Complete,
+    End,
+    Ended,
+    KeepFrom,
+    Outcome,
+    Place,
+    PlaceLost,
+    Sealed,
+    SnapshotOrder,
+    Stop,
+)
 from holdfast.signals import RunClosed
 from tests.promises import promise
 
@@ -97,6 +110,9 @@ class FakeWorkers(Workers):
         self._notes.append("examine")
         return self._examined
 
+    def snapshot_order(self, order: SnapshotOrder) -> None:
+        self._notes.append(order)
+
     def begin_stop(self, at_once: bool) -> None:
         self._notes.append("kill" if at_once else "stop")
 
@@ -173,6 +189,14 @@ def test_an_end_without_a_round(push: AgentPush, state: str, reason: str) -> Non
     notes = Notes()
     _, end = run(notes, FakeWorkers(notes), push)
     assert (end.state, end.reason, end.result, notes[-1]) == (state, reason, None, "shutdown")
+
+
+def test_an_order_about_snapshots_goes_to_the_workers_of_its_round() -> None:
+    notes, orders = Notes(), (KeepFrom(1, 7), Agreed(2, 7), Complete(1, (1, 1, 7)))
+    run(notes, FakeWorkers(notes), sealed(1), *orders, SUCCEEDED)
+    assert words(notes) == (
+        "RunRequested join Sealed start 1 WorkersStarted KeepFrom Complete Ended stop WorkersStopped shutdown"
+    )
 
 
 def test_a_wish_to_close_the_run_is_passed_on() -> None:

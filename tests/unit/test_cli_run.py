@@ -349,7 +349,7 @@ BAD_INPUT = [
         for backend, port in (("tcp", 29400), ("etcd", 2379))
         for endpoint in ("", " --rdzv-endpoint=")
     ),
-    ("--nnodes=2 --rdzv-endpoint=", "--rdzv-endpoint is empty, and --nnodes 2 nodes need a place to meet"),
+    ("--nnodes=2 --rdzv-endpoint=", "--rdzv-endpoint is empty, and the nodes of --nnodes 2 need a place to meet"),
     ("--rdzv-conf=a", about("--rdzv-conf", "'a'")),
     ("--rdzv-conf=backend=x", about("--rdzv-conf", "'backend'")),
     ("--nnodes=2 --rdzv-conf=rank=1", "--rdzv-conf cannot set 'rank' for static; use --node-rank"),

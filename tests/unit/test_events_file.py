@@ -97,7 +97,8 @@ def test_lines_that_nothing_takes_are_one_warning(
     put("/events.jsonl", "a", "b", "c", "d")
     gate.set()
     why = "it does not take them in time" if way == "hangs" else "can't start new thread"
-    assert caplog.messages == [f"events are lost: cannot write to /events.jsonl: {why}"]
+    [line] = caplog.messages
+    assert line.endswith(f"/events.jsonl: {why}")
 
 
 TORN = """

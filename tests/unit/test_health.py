@@ -18,6 +18,7 @@ import pytest
 
 from holdfast import loop
 from holdfast.agent import publisher
+from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT
 from holdfast.errors import UserError
 from holdfast.loop import BusyTime
 from holdfast.telemetry import health
@@ -288,7 +289,7 @@ def test_until_there_is_an_agent_the_process_is_alive() -> None:
 @promise("health.invalid-port-number-refused: An invalid port number is refused before anything starts.")
 @pytest.mark.parametrize("text", ["x", "-1", "65536", "tcp://10.0.0.1:80"])
 def test_a_port_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(health.PORT_VARIABLE, text)
+    monkeypatch.setenv(TORCHELASTIC_HEALTH_CHECK_PORT, text)
     with pytest.raises(UserError, match=f"TORCHELASTIC_HEALTH_CHECK_PORT: '{text}'"):
         publisher.health_address()
 
@@ -296,14 +297,14 @@ def test_a_port_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None
 @proves("cli.address-serve-health-port")
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a host it is the loopback address, so that only those who ask for it are reached from outside."""
-    monkeypatch.delenv(health.PORT_VARIABLE, raising=False)
+    monkeypatch.delenv(TORCHELASTIC_HEALTH_CHECK_PORT, raising=False)
     assert publisher.health_address() is None
     assert [publisher.health_address(given) for given in (0, ":80", "[::]:80")] == [
         ("127.0.0.1", 0),
         ("127.0.0.1", 80),
         ("::", 80),
     ]
-    monkeypatch.setenv(health.PORT_VARIABLE, "8080")
+    monkeypatch.setenv(TORCHELASTIC_HEALTH_CHECK_PORT, "8080")
     assert publisher.health_address() == ("127.0.0.1", 8080)
     for host, reached in (("127.0.0.1", False), ("::", True)):
         server = health.server_at(host, 0)

@@ -86,6 +86,16 @@ def test_who_waits_too_long_is_told_some_of_the_missing_keys() -> None:
     assert answer.values == tuple(f"k{number}".encode() for number in range(1, 18))
 
 
+def test_a_key_that_was_deleted_meanwhile_is_waited_for_again() -> None:
+    store = KeyValues()
+    ask(store, "get", "a", "b", client="b", timeout_s=5.0)
+    ask(store, "set", "a", values=(b"1",))
+    ask(store, "delete", "a")
+    ask(store, "set", "b", values=(b"2",))
+    _, (client, answer) = ask_all(store, "set", "a", values=(b"3",))
+    assert (client, answer.values) == ("b", (b"3", b"2"))
+
+
 # The generation.
 
 

@@ -11,10 +11,13 @@ from holdfast.errors import InternalError
 from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership import node_lease, protocol
 from holdfast.rendezvous.membership.model import (
+    Agreed,
+    Complete,
     End,
     Ended,
     Expelled,
     Held,
+    KeepFrom,
     NodeFacts,
     Notice,
     Outcome,
@@ -23,6 +26,7 @@ from holdfast.rendezvous.membership.model import (
     Progress,
     Refused,
     Resigned,
+    SavedSteps,
     Sealed,
     Settings,
     SnapshotId,
@@ -48,6 +52,7 @@ from holdfast.rendezvous.membership.protocol import (
     Leaving,
     Left,
     Return,
+    SnapshotReport,
     Succeeded,
 )
 from tests.promises import promise, proves
@@ -173,6 +178,36 @@ def test_the_snapshots_of_a_node_are_said_until_the_next_join() -> None:
     ]  # fmt: skip
     [join] = said(node.step(JoinRequested(2), JOINED_AT + 0.6))
     assert (join.held, join.facts.snapshot_port) == ((), 0)
+
+
+@proves("nodes.agreed-step-kept-by-all")
+def test_what_was_saved_is_said_once_a_second_and_answers_at_once() -> None:
+    node = waiting()
+    node.step(Pushed(Sealed("n/0", replace(PLACE, agrees_on_steps=True))), JOINED_AT)
+
+    def reports(after_s: float, *steps: int | None, round: int = 1) -> int:
+        report = SnapshotReport(round, SavedSteps(*steps))
+        return len(said(node.step(report, JOINED_AT + after_s)))
+
+    assert [reports(0.0, 5), reports(0.9, 6), reports(1.0, 7), reports(1.1, 8)] == [1, 0, 1, 0]
+    assert [reports(1.2, 9, 9), reports(1.2, 9, None), reports(1.3, 10, 9, 9), reports(1.3, 11, 9, 9)] == [1, 0, 1, 0]
+    assert reports(1.4, 12, round=2) == 0, "of another round"
+    node.step(Pushed(HeartbeatAnswer(2)), JOINED_AT + 1.3)
+    back, report = reconnect(node, JOINED_AT + 1.4)
+    assert (type(back), report) == (Return, SnapshotReport(1, SavedSteps(11, 9, 9)))
+
+
+def test_nothing_is_said_of_steps_to_a_coordinator_that_agrees_on_none() -> None:
+    """It may be too old to know the message."""
+    node = member()
+    assert said(node.step(SnapshotReport(1, SavedSteps(5)), JOINED_AT + 0.7)) == []
+    assert len(reconnect(node)) == 1
+
+
+def test_orders_about_snapshots_are_for_the_present_round() -> None:
+    orders = [KeepFrom(1, 7), Agreed(1, 7), Complete(1, (1, 1, 7))]
+    assert [each for order in orders for each in member().step(Pushed(order), JOINED_AT + 0.7)] == orders
+    assert member().step(Pushed(KeepFrom(2, 7)), JOINED_AT + 0.7) == waiting().step(Pushed(orders[0]), JOINED_AT) == []
 
 
 def test_every_node_tells_the_last_round_that_it_has_heard_of() -> None:

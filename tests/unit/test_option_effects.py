@@ -125,6 +125,8 @@ EFFECTS = {
     "lease": Effect("70", lambda a: agreed(a).lease_s, 70.0, TCP),
     "admit": Effect("on-restart", lambda a: agreed(a).admit, Admit.ON_RESTART, TCP),
     "agent_store": Effect("off", lambda a: agreed(a).agent_store, AgentStore.OFF, TCP),
+    "snapshot_copies": Effect("1", lambda a: agreed(a).snapshot_copies, 1, f"{TCP} --token-file=secret"),
+    "snapshot_every": Effect("10m", lambda a: agreed(a).snapshot_every_s, 600.0, TCP),
     "admit_delay": Effect("7", lambda a: agreed(a).admit_delay_s, 7.0, TCP),
     "on_isolation": Effect("continue", lambda a: meeting(a).on_isolation, "continue", TCP),
     "token_file": Effect("secret", lambda a: meeting(a).token, b"the word of the day", TCP),

@@ -23,6 +23,7 @@ from holdfast.rendezvous.membership.model import (
     End,
     Ended,
     Held,
+    KeepFrom,
     Memory,
     NodeFacts,
     Notice,
@@ -31,6 +32,7 @@ from holdfast.rendezvous.membership.model import (
     Progress,
     Refused,
     RoundEnd,
+    SavedSteps,
     Sealed,
     Settings,
     SnapshotId,
@@ -53,6 +55,7 @@ from holdfast.rendezvous.membership.protocol import (
     Left,
     Remember,
     Return,
+    SnapshotReport,
     Succeeded,
     Tell,
     TimePassed,
@@ -1273,6 +1276,52 @@ def test_the_members_are_told_which_snapshot_to_load() -> None:
     commands = [*run.step(left("b"), 1.0), *run.step(joined("a", PAIR, places[0], snapshot_port=5, address="x"), 1.0)]
     places = [each.message.place for each in commands if isinstance(each, Tell) and isinstance(each.message, Sealed)]
     assert [each.chosen for each in places] == [Chosen(new, (Source((0, 1), "z", 5),)), Chosen(new)]
+
+
+@proves("nodes.agreed-step-kept-by-all")
+def test_members_are_asked_to_keep_a_step_while_the_round_runs() -> None:
+    def saved(name: str, *steps: int, round: int = 1) -> From:
+        return From(key(name), SnapshotReport(round, SavedSteps(*steps)))
+
+    copied = settings(2, 2, max_restarts=1, snapshot_copies=1)
+    run, places = Membership(0.0), []
+    for name in "ab":
+        commands = run.step(joined(name, copied, snapshot_port=7, address=name, host=name), 0.0)
+        places += [each.message.place for each in commands if isinstance(each, Tell)]
+    assert [(each.agrees_on_steps, each.copy_to) for each in places] == [(True, (("b", 7),)), (True, (("a", 7),))]
+    assert run.step(saved("a", 5), 1.0) + run.step(saved("c", 5), 1.0) + run.step(saved("b", 5, round=2), 1.0) == []
+    assert run.step(saved("b", 5), 1.0) == [Tell(keys("a b"), KeepFrom(1, 6))]
+    run.step(closed("b"), 1.0)
+    assert run.step(returned("b", copied, places[1]), 2.0) == [Tell(keys("b"), KeepFrom(1, 6))]
+    run.step(failed("a"), 3.0)
+    assert run.step(saved("a", 6, 6), 3.0) + run.step(saved("b", 6, 6), 3.0) == [], "it is being stopped"
+    back = run.step(returned("b", copied, places[1]), 3.0)
+    assert [type(each.message) for each in back if isinstance(each, Tell)] == [Stop]
+
+
+COPY_TARGETS: list[tuple[str, int, dict[str, str]]] = [
+    ("a b c", 1, {"a": "b", "b": "c", "c": "a"}),
+    ("a b c", 2, {"a": "b c", "b": "c a", "c": "a b"}),
+    ("a b", 3, {"a": "b", "b": "a"}),
+    ("a", 1, {"a": ""}),
+    ("a b- c", 1, {"a": "c", "b-": "c", "c": "a"}),
+    ("a a2 b", 1, {"a": "b", "a2": "b", "b": "a"}),
+    ("a a2", 1, {"a": "a2", "a2": "a"}),
+]
+
+
+@promise("""nodes.copies-on-other-hosts: Copies of snapshots go to the next nodes in rank order, on other hosts if there
+    are any near by.""")
+@pytest.mark.parametrize(("names", "copies", "expected"), COPY_TARGETS)
+def test_where_copies_go(names: str, copies: int, expected: dict[str, str]) -> None:
+    """A node's host is its first letter; one with a `-` has no transfer process."""
+    run, of, found = Membership(0.0), settings(len(names.split()), 8, snapshot_copies=copies, last_call_s=0.0), {}
+    for name in names.split():
+        facts = {"snapshot_port": 0 if "-" in name else 7, "address": name, "host": name[0]}
+        for each in run.step(joined(name, of, **facts), 0.0):
+            if isinstance(each, Tell) and isinstance(each.message, Sealed):
+                found[each.keys[0].removesuffix("/0")] = " ".join(to for to, _ in each.message.place.copy_to)
+    assert found == expected
 
 
 MANY = 10_000

@@ -77,8 +77,7 @@ def test_prefixes_are_namespaces(pump: Pump) -> None:
     assert one.get("k") == b"1"
 
 
-@promise("""coordinator.synchronize-get-barrier-10: `synchronize`, `get_all` and `barrier` of 10,000 ranks work; what
-    waits is bounded, and a key that comes or goes costs one step, however many requests wait for the same keys.""")
+@promise("coordinator.synchronize-get-barrier-10: `synchronize`, `get_all` and `barrier` of 10,000 ranks work.")
 def test_ten_thousand_ranks_synchronize(pump: Pump) -> None:
     """Rank 0 and a few others call it; the many others are their requests."""
     data = [f"what rank {rank} tells to all others, at some length: {'x' * 60}".encode() for rank in range(RANKS)]

@@ -151,6 +151,8 @@ def test_ages_count_on_from_when_they_were_told() -> None:
     [(found, _)] = view.workers()
     assert (found.age_s, found.progress_age_s) == (66.0, 7.0)
     assert view.to_json("")["agents"][0]["told_ago_s"] == 6.0
+    assert words.progress_text(found) == "7s ago"
+    assert words.workers_text(AgentStatus(workers=(worker, WorkerStatus(1, 1, 18, "failed")))) == "1 running, 1 failed"
 
 
 @proves("steering.whatever-agent-coordinator")

@@ -69,6 +69,8 @@ VALUES: list[tuple[str, Any, dict[str, Any]]] = [
     ("admit", "on-restart", {"admit": Admit.ON_RESTART}),
     ("agent_store", "off", {"agent_store": AgentStore.OFF}),
     ("admit_delay", "0", {"admit_delay_s": 0.0}),
+    ("snapshot_copies", "0", {}),
+    ("snapshot_every", "90", {"snapshot_every_s": 90.0}),
     ("on_isolation", "continue", {"on_isolation": "continue"}),
     ("is_host", "true", {"is_host": True}),
     ("is_host", False, {"is_host": False}),
@@ -189,6 +191,7 @@ PLAIN = (
         ("tcp", {"prefix": "x"}, "backend 'tcp' has no rendezvous setting 'prefix'; it is for etcd"),
         ("c10d", {"coordinator_port": 1}, "'coordinator_port'; it is for etcd and static"),
         ("etcd", {"store_type": "tcp"}, "'store_type'; it is for static and tcp"),
+        ("tcp", {"snapshot_copies": 9}, "setting snapshot_copies must be a whole number from 0 to 8, not 9"),
         ("tcp", {"admit_delay": -1}, "setting admit_delay must be a number of seconds, at least 0, not -1"),
         ("tcp", {"admit": "never"}, "admit must be now or on-restart, not 'never'"),
         ("static", {"store_type": "file"}, "store_type must be tcp, not 'file'"),
@@ -338,6 +341,8 @@ def test_the_token_of_a_file_wins_over_the_environment(monkeypatch: pytest.Monke
         (None, "\n", {}, "the token file .* is empty"),
         (None, "x" * 15, {}, "the token in the token file .* has 15 bytes, at least 16 are needed; make one with"),
         ("x" * 15, None, {}, "the token in HOLDFAST_TOKEN has 15 bytes, at least 16 are needed"),
+        ("x" * 16, None, {"snapshot_copies": "2"}, ""),
+        (None, None, {"snapshot_copies": "2"}, "--snapshot-copies needs a token, .*: make one with `holdfast token >"),
         (None, None, {"require_token": "1"}, "--require-token, but there is no token: make one with `holdfast token >"),
     ],
 )  # fmt: skip
@@ -357,7 +362,9 @@ def test_tokens_that_are_none_or_too_short(
         with pytest.raises(UserError, match=words):
             read(**config)
     else:
-        assert read(**config).token == ((in_environment or "").strip().encode() or None)
+        made = read(**config)
+        assert made.token == ((in_environment or "").strip().encode() or None)
+        assert made.snapshot_copies == int(config.get("snapshot_copies", 0))
 
 
 @proves("coordinator.token-fewer-16-bytes")

@@ -9,7 +9,17 @@ import pytest
 
 from holdfast.rendezvous.membership import snapshots
 from holdfast.rendezvous.membership.frames import DOWNWARD, Frames, encode
-from holdfast.rendezvous.membership.model import MAX_HELD, Chosen, Held, NodeFacts, Sealed, SnapshotId, Source, World
+from holdfast.rendezvous.membership.model import (
+    MAX_HELD,
+    Chosen,
+    Held,
+    NodeFacts,
+    Sealed,
+    SnapshotId,
+    SnapshotPlan,
+    Source,
+    World,
+)
 from holdfast.rendezvous.membership.snapshots import Member, choose
 from tests.promises import promise, proves
 
@@ -151,7 +161,7 @@ def test_very_many_members(held: Callable[[int], tuple[Held, ...]], step: int | 
     began = time.thread_time()
     chosen, fetching = choose(members)
     facts = [NodeFacts(str(rank), local_world_size=WORKERS) for rank in range(MANY)]
-    world = World.of(1, 10, facts, chosen=chosen, fetching=fetching)
+    world = World.of(1, 10, facts, plan=SnapshotPlan(chosen, fetching))
     sealed = [Sealed(key, world.place_of(key)) for key in world.keys]
     frames = [encode(each) for each in sealed]
     assert time.thread_time() - began < 2.0

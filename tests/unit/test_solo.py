@@ -11,7 +11,19 @@ import pytest
 from holdfast import loop
 from holdfast.failures.records import Failure
 from holdfast.rendezvous import RendezvousInfo, RendezvousStoreInfo
-from holdfast.rendezvous.membership.model import Chosen, End, Ended, Held, Sealed, SnapshotId, Stop
+from holdfast.rendezvous.membership.model import (
+    Agreed,
+    Chosen,
+    Complete,
+    End,
+    Ended,
+    Held,
+    KeepFrom,
+    SavedSteps,
+    Sealed,
+    SnapshotId,
+    Stop,
+)
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.store import InProcessStore
@@ -119,4 +131,21 @@ def test_a_node_alone_chooses_of_its_own_snapshots(handler: Handler) -> None:
     run.join()
     [sealed] = pushed(run)
     assert sealed.place.chosen == Chosen(old)
+    run.close()
+
+
+@proves("nodes.agreed-step-kept-by-all")
+def test_a_node_alone_writes_a_step_now_and_then(handler: Handler) -> None:
+    handler.snapshot_every_s = 0.001  # type: ignore[attr-defined]  # as the handler of a run on one machine has it
+    run = SoloCoordination(handler, 60.0)  # type: ignore[arg-type]
+    run.introduce("r", 2, RestartPolicy(3))
+    run.join()
+    [sealed] = pushed(run)
+    assert sealed.place.agrees_on_steps
+    support.wait_until(lambda: run.report_steps(1, SavedSteps(4)) or loop.is_readable(run.fileno()), "it is asked")
+    run.report_steps(1, SavedSteps(5, 5))
+    run.report_steps(2, SavedSteps(5, 5, 5))
+    assert run.take() == [KeepFrom(1, 5), Agreed(1, 5, to_disk=True)]
+    run.report_steps(1, SavedSteps(5, 5, 5))
+    assert run.take()[0] == Complete(1, (0, 1, 5))
     run.close()

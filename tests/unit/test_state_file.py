@@ -226,7 +226,7 @@ def test_a_name_that_another_user_has_taken_is_said_once_and_not_used(
     place = home / ".cache" / taken.name
     assert memories.default_directory() == place
     assert not caplog.messages
-    memories.warn_of_directory()
+    assert memories.default_directory(warns=True) == place
     (said,) = caplog.messages
     assert said.startswith(f"{taken} cannot be used (")
     assert said.endswith(f"; the coordinator's state and log are in {place}")

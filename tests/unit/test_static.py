@@ -221,7 +221,7 @@ def test_unknown_settings_are_refused(create: Any) -> None:
 @either
 def test_every_setting_of_another_backend_is_known(create: Any) -> None:
     """Whatever its value, because it has no effect. People keep settings in scripts."""
-    names = settings.names_of(settings.TABLE) - {"rank", "timeout", "coordinator_port", "agent_store"}
+    names = settings.names_of(settings.TABLE) - {*settings._USED_ALONE}
     assert create(**dict.fromkeys(names, "x")) is not None
     of_torchrun = {"close_timeout", "heartbeat_timeout", "store_type", "read_timeout", "ssl_cert", "cacert", "protocol"}
     assert of_torchrun < names
@@ -237,6 +237,11 @@ def test_settings_of_other_backends_are_accepted_and_said_to_do_nothing(
     create(timeout=900, join_timeout="600", last_call_timeout=30)
     (message,) = caplog.messages
     assert message.endswith("ignores the settings 'join_timeout', 'last_call_timeout'")
+
+
+@either
+def test_how_often_a_step_is_written(create: Any) -> None:
+    assert (create().snapshot_every_s, create(snapshot_every="90").snapshot_every_s) == (0.0, 90.0)
 
 
 @either

@@ -54,7 +54,7 @@ def test_the_token_of_one_run(
     [
         (["--run", "job7"], "--run needs the coordinator's token: give --token-file, or set HOLDFAST_TOKEN"),
         (["--run", ""], "--run needs the id of a run"),
-        (["--token-file", "x"], "--token-file is for --run: a new token is derived from nothing"),
+        (["--token-file", "x"], "--token-file is for --run: a new token is made of nothing but chance"),
         (["--run", "job7", "--token-file", "/no/such"], "the token file '/no/such' cannot be read: No such file or"),
     ],
 )

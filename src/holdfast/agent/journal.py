@@ -74,6 +74,7 @@ class Journal(Sink):
                 self._calls = {}
                 yield "started", {"workers": shown, "logs": context.logs_dir or None if context is not None else None}
             case lifecycle.WorkersSucceeded():
+                yield from self._progress()
                 yield "finished", {}
             case Stop(_, reason) | PlaceLost(_, reason):
                 self._reason = reason

@@ -32,7 +32,18 @@ from holdfast.loop import call_interruptibly, in_hook, wait_readable
 from holdfast.process.spawner.command import script_path
 from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousInfo, is_kind
 from holdfast.rendezvous.coordination import AgentPush, Coordination, JoinFailed
-from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Outcome, Place, Sealed, Stop
+from holdfast.rendezvous.membership.model import (
+    Agreed,
+    CloseRequested,
+    Complete,
+    End,
+    Ended,
+    KeepFrom,
+    Outcome,
+    Place,
+    Sealed,
+    Stop,
+)
 from holdfast.signals import RunClosed, SignalException
 
 logger = Logger(__name__)
@@ -205,6 +216,10 @@ class AgentLoop:
         match event:
             case CloseRequested(reason):
                 self._run.close_run(reason)
+                return []
+            case KeepFrom(round) | Agreed(round) | Complete(round):
+                if round == self._machine.round:
+                    self._workers.snapshot_order(event)
                 return []
             case JoinFailed(error):
                 for sink in self._told:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from holdfast.process.output.lines import Copied
     from holdfast.process.workers.group import PContext
     from holdfast.rendezvous.coordination import Coordination
-    from holdfast.rendezvous.membership.model import Place
+    from holdfast.rendezvous.membership.model import Place, SnapshotOrder
     from holdfast.rendezvous.membership.restart_policy import Advance
 
 
@@ -53,6 +53,10 @@ class Workers:
     def examine(self) -> RunResult | None:
         """The run hangs: see where these workers are. The result if the cause is among them."""
         return None
+
+    def snapshot_order(self, order: SnapshotOrder) -> None:
+        """The run wants the nodes to keep, to store or to let go a step of this round. The answers go to
+        `Coordination.report_steps`."""
 
     def begin_stop(self, at_once: bool) -> None:
         """Stop the workers, `at_once` without grace. A second call may cut the grace short."""

@@ -17,6 +17,7 @@ COMMANDS = {
     "adopt": ("holdfast.cli.adopt:main", "run a command that calls torchrun, with holdfast in its place"),
     "submit": ("holdfast.cli.submit:submit", "start a job on the nodes of an engine, such as Slurm"),
     "render": ("holdfast.cli.submit:render", "print the batch script or manifest of a job for an engine"),
+    "rehearse": ("holdfast.cli.rehearse:main", "run a job under faults, and say which it survives"),
     "coordinator": ("holdfast.cli.coordinator:main", "serve the membership of a run"),
     "token": ("holdfast.cli.token:main", "make the secret that keeps others out of a run"),
     "status": ("holdfast.cli.status:main", "show how a run stands and what it waits for"),

@@ -26,7 +26,6 @@ from holdfast.cli.arguments.program import (
     run_script_path,
 )
 from holdfast.errors import UserError
-from holdfast.frozen import frozen
 from holdfast.log import Logger
 from holdfast.process import devices, errors
 from holdfast.process.spawner.client import REPORT_FILE_VARIABLE
@@ -138,17 +137,8 @@ def check_values(args: RunArguments) -> None:
 # --- rendezvous ---------------------------------------------------------------------------------------------
 
 
-@frozen
-class Meeting:
-    """Who meets whom, and where."""
-
-    backend: str
-    endpoint: str
-    run_id: str
-    settings: dict[str, Any]
-
-
-def _meeting(args: RunArguments, max_nodes: int) -> Meeting:
+def _meeting(args: RunArguments, max_nodes: int) -> tuple[str, str, str, dict[str, Any]]:
+    """Who meets whom, and where: the backend, the endpoint, the run's id, and the settings."""
     backend, endpoint, run_id, rank = args.rdzv_backend, get_rdzv_endpoint(args), args.rdzv_id, args.node_rank
     if args.standalone and max_nodes > 1:
         raise UserError(f"--standalone is for this machine alone, but --nnodes {args.nnodes} asks for more")
@@ -164,19 +154,19 @@ def _meeting(args: RunArguments, max_nodes: int) -> Meeting:
         raise UserError(f"--node-rank {rank} is not between 0 and {max_nodes - 1} (--nnodes {args.nnodes})")
     settings = rendezvous_settings(args)
     if is_standalone:
-        return Meeting("standalone", "", run_id if run_id not in ("", "none") else fresh_id(), settings)
+        return "standalone", "", run_id if run_id not in ("", "none") else fresh_id(), settings
     if backend in DEFAULT_PORTS:
         check_endpoint(args, endpoint, max_nodes)
         if rank is not None or backend == "static":
             settings["rank"] = rank or 0
-    return Meeting(backend, endpoint, run_id, settings)
+    return backend, endpoint, run_id, settings
 
 
 def check_endpoint(args: RunArguments, endpoint: str, max_nodes: int) -> None:
     port, given = DEFAULT_PORTS[args.rdzv_backend], args.given
     if max_nodes > 1 and args.rdzv_backend == "static" and not args.rdzv_endpoint:
         if "rdzv_endpoint" in given:
-            raise UserError(f"--rdzv-endpoint is empty, and --nnodes {args.nnodes} nodes need a place to meet")
+            raise UserError(f"--rdzv-endpoint is empty, and the nodes of --nnodes {args.nnodes} need a place to meet")
         if given and given.keys().isdisjoint(("master_addr", "master_port", "node_rank")):
             log.warning(
                 "--nnodes %s without --rdzv-endpoint: only nodes of this host can join; for several hosts, give all of "
@@ -213,6 +203,8 @@ def rendezvous_settings(args: RunArguments) -> dict[str, Any]:
         "admit": args.admit,
         "admit_delay": args.admit_delay,
         "agent_store": args.agent_store,
+        "snapshot_copies": args.snapshot_copies,
+        "snapshot_every": args.snapshot_every,
         "on_isolation": args.on_isolation,
         "token_file": args.token_file,
         "require_token": args.require_token or None,
@@ -344,18 +336,18 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
     from holdfast.process.output.logs import DefaultLogsSpecs
 
     min_nodes, max_nodes = parse_min_max_nnodes(args.nnodes)
-    meeting = _meeting(args, max_nodes)
+    backend, endpoint, run_id, settings = _meeting(args, max_nodes)
     return LaunchConfig(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         nproc_per_node=determine_local_world_size(args.nproc_per_node),
         logs_specs=DefaultLogsSpecs(os.devnull),
-        run_id=meeting.run_id,
+        run_id=run_id,
         role=args.role,
-        rdzv_endpoint=meeting.endpoint,
-        rdzv_backend=meeting.backend,
-        on_first_node=_dashboard(args, meeting) if args.dashboard else None,
-        rdzv_configs=meeting.settings,
+        rdzv_endpoint=endpoint,
+        rdzv_backend=backend,
+        on_first_node=_dashboard(args, backend, settings) if args.dashboard else None,
+        rdzv_configs=settings,
         max_restarts=args.max_restarts,
         monitor_interval=args.monitor_interval,
         start_method=args.start_method,
@@ -422,13 +414,13 @@ def _numa_options(mode: str) -> NumaOptions:
     return NumaOptions(AffinityMode(mode))
 
 
-def _dashboard(args: RunArguments, meeting: Meeting) -> Callable[[str], None]:
+def _dashboard(args: RunArguments, backend: str, settings: dict[str, Any]) -> Callable[[str], None]:
     from functools import partial
 
     from holdfast.observe.dashboard import beside
 
     # A run on one machine has no other use for the token.
-    take = meeting.settings.pop if meeting.backend == "standalone" else meeting.settings.get
+    take = settings.pop if backend == "standalone" else settings.get
     token_file = take("token_file", None) or ""
     return partial(beside.start, addr=args.dashboard_addr, linger_s=args.dashboard_linger, token_file=str(token_file))
 

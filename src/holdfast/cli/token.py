@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 def _token(run_id: str | None, token_file: str) -> str:
     if run_id is None:
         if token_file:
-            raise UserError("--token-file is for --run: a new token is derived from nothing")
+            raise UserError("--token-file is for --run: a new token is made of nothing but chance")
         return keys.made_token(os.urandom(32))
     from holdfast.rendezvous import settings
 

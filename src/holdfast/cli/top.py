@@ -171,8 +171,8 @@ def _draw_and_read_keys(screen: Screen, run: AskedRun) -> bool:
 
 def _draw(lines: Sequence[tuple[str, str]]) -> None:
     has_colours = not os.environ.get("NO_COLOR")
-    texts = [f"{style}{text}{_PLAIN}" if style and has_colours else text for text, style in lines]
-    _write("\033[H" + "\n".join(f"\033[K{text}" for text in texts) + "\033[J")
+    *above, last = [f"{style}{text}{_PLAIN}" if style and has_colours else text for text, style in lines]
+    _write("\033[H" + "".join(f"\033[K{text}\n" for text in above) + f"\033[J{last}")
 
 
 def _write(text: str) -> None:

@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, get_type_hints
 
@@ -92,13 +92,13 @@ def name_of(agent: AgentStatus) -> str:
     return agent.node_id or f"agent {agent.pid}"
 
 
-def find(*, of_all_users: bool = False) -> tuple[list[FoundAgent], dict[int, str]]:
+def find(*, of_all_users: bool = False, pids: Collection[int] | None = None) -> tuple[list[FoundAgent], dict[int, str]]:
     """Every agent of this user on this host, wherever its socket is, and the pids of agents that did not answer in
     time, with the names of their runs (`control.name_in_path`). Stale sockets are removed. This user's agents are asked
     at the same time. Root may ask the agents of all users; those of others have a bounded time for all of them
-    together."""
+    together. `pids`: only these agents."""
     found, silent = [], {}
-    paths = control.paths()
+    paths = {path: who for path, who in control.paths().items() if pids is None or who[1] in pids}
     own = sorted(filter(control.is_own, paths))
     until = time.monotonic() + _OTHERS_LIMIT_S
     batches = [own[first : first + _ASKED_AT_ONCE] for first in range(0, len(own), _ASKED_AT_ONCE)]
@@ -118,13 +118,14 @@ def find(*, of_all_users: bool = False) -> tuple[list[FoundAgent], dict[int, str
 def _statuses(sockets: Sequence[str], limit_s: float) -> dict[str, FoundAgent | Exception]:
     """What the agents at these sockets say of themselves."""
     found: dict[str, FoundAgent | Exception] = {}
-    for path, (question, answer) in _exchange(sockets, {"command": "status"}, limit_s).items():
+    for path, answer in _exchange(sockets, {"command": "status"}, limit_s).items():
         try:
             if isinstance(answer, Exception):
                 raise answer
-            agent = decoded(answer.get("result"), AgentStatus, path)
+            question, told = answer
+            agent = decoded(told.get("result"), AgentStatus, path)
             # Root asks every user's agents, and believes only what a process says of itself.
-            if question is None or agent.pid != question.pid:
+            if agent.pid != question.pid:
                 raise ValueError(f"another process speaks for {agent.pid}")
             found[path] = FoundAgent(path, question.pid, question.uid, agent)
         except (OSError, ValueError, RecursionError, HostError) as error:
@@ -134,24 +135,21 @@ def _statuses(sockets: Sequence[str], limit_s: float) -> dict[str, FoundAgent | 
 
 def _exchange(
     sockets: Sequence[str], request: Mapping[str, Any], limit_s: float
-) -> dict[str, tuple[Question | None, dict[str, Any] | Exception]]:
+) -> dict[str, tuple[Question, dict[str, Any]] | Exception]:
     """What the agents at these sockets answer. All are asked at the same time."""
     ends = time.monotonic() + limit_s
-    sent: dict[str, Question | OSError] = {}
+    sent: dict[str, Question] = {}
+    answers: dict[str, tuple[Question, dict[str, Any]] | Exception] = {}
     for path in sockets:
         try:
             sent[path] = Question(path, request, limit_s)
         except OSError as error:
-            sent[path] = error
-    answers: dict[str, tuple[Question | None, dict[str, Any] | Exception]] = {}
+            answers[path] = error
     for path, question in sent.items():
-        if isinstance(question, OSError):
-            answers[path] = None, question
-            continue
         try:
             answers[path] = question, question.answer(max(0.01, ends - time.monotonic()))
         except (OSError, ValueError, RecursionError) as error:
-            answers[path] = question, error
+            answers[path] = error
     return answers
 
 
@@ -323,7 +321,8 @@ class LocalRun(AskedRun):
     def _results(self, agents: Sequence[FoundAgent], request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """By name of the agent, or a HostError."""
         answers = _exchange([agent.socket for agent in agents], request, timeout_s)
-        return {agent.name: _result_in(answers[agent.socket][1], f"agent {agent.pid}") for agent in agents}
+        told = {path: answer if isinstance(answer, Exception) else answer[1] for path, answer in answers.items()}
+        return {agent.name: _result_in(told[agent.socket], f"agent {agent.pid}") for agent in agents}
 
     def stop(self, reason: str) -> tuple[str, int]:
         scopes = set()

@@ -9,8 +9,8 @@ and its bytes; all numbers are little-endian. A connection has one request at a 
 follow `WAIT`.
 
 `TorchStore` has the keys, the queues and the clients that wait. It takes bytes and leaves bytes in `Client.output`. If
-bytes of a request are missing, it is begun again when more have come; the arguments that were there are kept
-(`Client.taken`), so that a long request is not read twice. `torch_store_server` has the sockets around it.
+bytes of a request are missing, it is begun again when they have come. A request with many keys keeps those that were
+there (`Client.taken`), so that they are not read twice. `torch_store_server` has the sockets around it.
 
 A client that breaks the protocol, exceeds a limit or speaks another protocol is told nothing, as nothing could reach it
 in its words: its connection is closed, and one line says why.
@@ -61,21 +61,24 @@ class _Incomplete(Exception):  # noqa: N818
 
 
 class Client:
-    """One connection. `operation` is the number of the request that is being read, -1 between two, and `taken` are its
-    arguments so far. `missing` are the keys of a `WAIT` that is not answered yet. `barrier` is the key of a `BARRIER`
-    that is not answered yet, with the number that its counter must reach."""
+    """One connection. `operation` is the number of the request that is being read, -1 between two. `missing` are the
+    keys of a `WAIT` that is not answered yet. `barrier` is the key of a `BARRIER` that is not answered yet, with the
+    number that its counter must reach."""
 
-    __slots__ = ("at", "barrier", "input", "is_validated", "missing", "name", "next", "operation", "output", "size",
-                 "taken")  # fmt: skip
+    __slots__ = ("at", "barrier", "begun", "count", "input", "is_validated", "later", "missing", "name", "needed",
+                 "operation", "output", "size", "taken")  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.input, self.output = b"", bytearray()
-        self.at = 0  # How much of the input has been taken.
+        self.at = 0  # How much of the input has been read.
+        self.begun = 0  # Where the arguments begin that are read again if bytes are missing.
+        self.later: list[bytes] = []  # What has come behind an input that is known to be incomplete.
+        self.needed = 0  # How many bytes have to come before it can be complete.
         self.operation = -1
-        self.taken: list[bytes | int] = []
-        self.next = 0  # Which of them is read next.
-        self.size = 0  # Of the request so far.
+        self.count = -1  # Of the texts of a request with many keys; -1 before it is known.
+        self.taken: list[bytes] = []  # Of these texts, those that have come.
+        self.size = 0  # Of them together.
         self.missing: set[bytes] = set()
         self.barrier: tuple[bytes, int] | None = None
         self.is_validated = False
@@ -114,17 +117,28 @@ class TorchStore:
     def take(self, client: Client, data: bytes) -> tuple[list[Client], str]:
         """Bytes from a client. Returns the clients that have got output, and why the connection of this one has to be
         closed, if it has to."""
-        client.input = client.input[client.at :] + data if client.at < len(client.input) else data
-        client.at, problem = 0, ""
+        if client.needed > len(data):
+            client.later.append(data)
+            client.needed -= len(data)
+            return [], ""
+        client.input = data = b"".join((client.input, *client.later, data)) if client.input or client.later else data
+        client.at = client.begun = client.needed = 0
+        problem = ""
         try:
             if not client.is_validated:
                 self._validate(client)
-            while client.at < len(client.input):
-                self._take_request(client)
+            size = len(data)
+            while client.at < size:
+                self._take_request(client, data)
+            client.input = b""
         except _Incomplete:
-            pass
+            client.input = data[client.begun :]
         except ProtocolError as error:
             problem = str(error)
+        if client.later:
+            client.later.clear()
+        if not self._woken:
+            return [client] if client.output else [], problem
         woken, self._woken = self._woken, []
         return [client, *woken] if client.output else woken, problem
 
@@ -134,17 +148,16 @@ class TorchStore:
 
     # Reading requests. Arguments that are not all there raise _Incomplete.
 
-    def _take_request(self, client: Client) -> None:
+    def _take_request(self, client: Client, data: bytes) -> None:
         if client.operation < 0:
-            client.operation = client.input[client.at]
+            client.operation = data[client.at]
             client.at += 1
-        client.next = 0
+        client.begun = client.at
         operation = self._operations.get(client.operation)
         if operation is None:
             raise ProtocolError(f"sent the operation {client.operation}, which this store does not know")
         client.output += operation(client)
-        client.operation, client.size = -1, 0
-        client.taken.clear()
+        client.operation = -1
         if len(client.output) > _MAX_UNREAD_BYTES:
             raise ProtocolError(f"left {len(client.output) >> 20} MiB of answers unread")
 
@@ -159,66 +172,60 @@ class TorchStore:
             raise ProtocolError("is not a client of torch's store")
         client.is_validated, client.at = True, 5
 
-    def _text(self, client: Client, limit: int, what: str) -> bytes:
-        if client.next < len(client.taken):
-            client.next += 1
-            return client.taken[client.next - 1]  # type: ignore[return-value]  # It was read here.
+    def _text(self, client: Client, limit: int = MAX_KEY_BYTES) -> bytes:
         data, begins = client.input, client.at + 8
-        if len(data) < begins:
-            raise _Incomplete
-        (length,) = _U64.unpack_from(data, client.at)
-        if length > limit:
-            raise ProtocolError(f"sent a {what} of {length} bytes; at most {limit} are possible")
-        client.size += length
-        if client.size > MAX_REQUEST_BYTES:
-            raise ProtocolError(f"sent a request of more than {MAX_REQUEST_BYTES >> 20} MiB")
-        ends = begins + length
-        if len(data) < ends:
-            client.size -= length
-            raise _Incomplete
-        text = data[begins:ends]
+        if begins > len(data):
+            raise _incomplete(client, begins)
+        ends: int = begins + _U64.unpack_from(data, client.at)[0]
+        if ends - begins > limit:
+            what = "key" if limit == MAX_KEY_BYTES else "value"
+            raise ProtocolError(f"sent a {what} of {ends - begins} bytes; at most {limit} are possible")
+        if ends > len(data):
+            raise _incomplete(client, ends)
         client.at = ends
-        client.next += 1
-        client.taken.append(text)
-        return text
-
-    def _key(self, client: Client) -> bytes:
-        return self._text(client, MAX_KEY_BYTES, "key")
+        return data[begins:ends]
 
     def _value(self, client: Client) -> bytes:
-        return self._text(client, MAX_VALUE_BYTES, "value")
+        return self._text(client, MAX_VALUE_BYTES)
 
     def _number(self, client: Client, layout: struct.Struct = _I64) -> int:
-        if client.next < len(client.taken):
-            client.next += 1
-            return client.taken[client.next - 1]  # type: ignore[return-value]  # It was read here.
-        if len(client.input) < client.at + layout.size:
-            raise _Incomplete
+        ends = client.at + layout.size
+        if ends > len(client.input):
+            raise _incomplete(client, ends)
         number: int = layout.unpack_from(client.input, client.at)[0]
-        client.at += layout.size
-        client.next += 1
-        client.taken.append(number)
+        client.at = ends
         return number
 
-    def _count(self, client: Client) -> int:
-        count = self._number(client, _U64)
-        if count > MAX_KEYS:
-            raise ProtocolError(f"named {count} keys in one request; at most {MAX_KEYS} are possible")
-        return count
+    def _many(self, client: Client, *limits: int) -> list[bytes]:
+        """The texts of a request that says how many keys it names; each key has as many texts as there are limits."""
+        if client.count < 0:
+            keys = self._number(client, _U64)
+            if keys > MAX_KEYS:
+                raise ProtocolError(f"named {keys} keys in one request; at most {MAX_KEYS} are possible")
+            client.count, client.begun = keys * len(limits), client.at
+        taken = client.taken
+        while len(taken) < client.count:
+            taken.append(text := self._text(client, limits[len(taken) % len(limits)]))
+            client.begun = client.at
+            client.size += len(text)
+            if client.size > MAX_REQUEST_BYTES:
+                raise ProtocolError(f"sent a request of more than {MAX_REQUEST_BYTES >> 20} MiB")
+        client.taken, client.count, client.size = [], -1, 0
+        return taken
 
     def _keys(self, client: Client) -> list[bytes]:
-        return [self._key(client) for _ in range(self._count(client))]
+        return self._many(client, MAX_KEY_BYTES)
 
     # Operations. Each reads all its arguments first, and returns its answer, which is empty if there is none, or none
     # yet.
 
     def _set(self, client: Client) -> bytes:
-        key = self._key(client)
+        key = self._text(client)
         self._store(key, self._value(client))
         return b""
 
     def _compare_set(self, client: Client) -> bytes:
-        key, expected, desired = self._key(client), self._value(client), self._value(client)
+        key, expected, desired = self._text(client), self._value(client), self._value(client)
         present = self._values.get(key)
         if present is None and expected:
             return _sized(expected)
@@ -228,10 +235,10 @@ class TorchStore:
         return _sized(present)
 
     def _get(self, client: Client) -> bytes:
-        return _sized(self._values.get(self._key(client), b""))
+        return _sized(self._values.get(self._text(client), b""))
 
     def _add(self, client: Client) -> bytes:
-        key = self._key(client)
+        key = self._text(client)
         return _I64.pack(self._increase(key, self._number(client)))
 
     def _check(self, client: Client) -> bytes:
@@ -256,14 +263,14 @@ class TorchStore:
         return _I64.pack(len(self._values)) + b"".join(map(_sized, self._values))
 
     def _delete(self, client: Client) -> bytes:
-        key = self._key(client)
+        key = self._text(client)
         value = self._values.pop(key, None)
         if value is not None:
             self._size -= len(key) + len(value) + _KEY_COST_BYTES
         return _I64.pack(value is not None)
 
     def _append(self, client: Client) -> bytes:
-        key, value = self._key(client), self._value(client)
+        key, value = self._text(client), self._value(client)
         self._store(key, self._values.get(key, b"") + value)
         return b""
 
@@ -274,7 +281,8 @@ class TorchStore:
         return b"".join(map(_sized, values))
 
     def _set_many(self, client: Client) -> bytes:
-        for key, value in [(self._key(client), self._value(client)) for _ in range(self._count(client))]:
+        texts = self._many(client, MAX_KEY_BYTES, MAX_VALUE_BYTES)
+        for key, value in zip(texts[::2], texts[1::2], strict=True):
             self._store(key, value)
         return b""
 
@@ -282,7 +290,7 @@ class TorchStore:
         return _U32.pack(self._number(client, _U32))
 
     def _push(self, client: Client) -> bytes:
-        key, value = self._key(client), self._value(client)
+        key, value = self._text(client), self._value(client)
         self._grow(len(key) + len(value) + _KEY_COST_BYTES)
         self._queues.setdefault(key, deque()).append(value)
         for waiting in [*self._waiting.get(key, ())][:1]:  # One value is for one client.
@@ -290,7 +298,7 @@ class TorchStore:
         return b""
 
     def _pop(self, client: Client) -> bytes:
-        key = self._key(client)
+        key = self._text(client)
         queue = self._queues.get(key)
         if not queue:
             return _I64.pack(0)
@@ -301,10 +309,10 @@ class TorchStore:
         return answer
 
     def _queue_length(self, client: Client) -> bytes:
-        return _I64.pack(len(self._queues.get(self._key(client), ())))
+        return _I64.pack(len(self._queues.get(self._text(client), ())))
 
     def _barrier(self, client: Client) -> bytes:
-        key, world = self._key(client), self._number(client)
+        key, world = self._text(client), self._number(client)
         if self._increase(key, 1) >= world:
             return _DONE
         self._stop_waiting(client)
@@ -366,6 +374,12 @@ class TorchStore:
         del waiting[client]
         if not waiting:
             del self._waiting[key]
+
+
+def _incomplete(client: Client, ends: int) -> _Incomplete:
+    """The argument that is being read ends there."""
+    client.needed = ends - len(client.input)
+    return _Incomplete()
 
 
 def _sized(value: bytes) -> bytes:

@@ -16,7 +16,18 @@ from holdfast.failures.records import Failure
 from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
-from holdfast.rendezvous.membership.model import CloseRequested, End, Ended, Held, Outcome, PlaceLost, Sealed, Stop
+from holdfast.rendezvous.membership.model import (
+    CloseRequested,
+    End,
+    Ended,
+    Held,
+    Outcome,
+    PlaceLost,
+    SavedSteps,
+    Sealed,
+    SnapshotOrder,
+    Stop,
+)
 from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 
 Item = TypeVar("Item")
@@ -32,7 +43,7 @@ class JoinFailed:
     error: BaseException
 
 
-AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed
+AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed | SnapshotOrder
 
 
 class Mailbox(Generic[Item]):
@@ -117,6 +128,10 @@ class Coordination(abc.ABC):
     @abc.abstractmethod
     def report_success(self, round: int, timeout_s: float) -> None:
         """This node's workers have all succeeded. `Ended` is pushed when those of all nodes have."""
+
+    def report_steps(self, round: int, steps: SavedSteps) -> None:  # noqa: B027
+        """What this node has saved in the round, after each change. With `Place.agrees_on_steps` the run answers with
+        orders (`SnapshotOrder`) for the nodes to keep a step that is the same on all of them."""
 
     @property
     def node_id(self) -> str:

@@ -38,7 +38,6 @@ logger = Logger(__name__)
 DEFAULT_PORT = 29400
 _OTHERS_HEAR_S = 1.0  # In this time a signal that is sent to all nodes has reached each of them.
 _DIGESTED_BYTES = 1 << 24
-_MAX_SCRIPT_WARNINGS = 8
 # That the coordinator is told of; the agent itself takes what the user gave, and the time that it needs.
 _LONGEST_GRACE_S, _LONGEST_MARGIN_S = 86400.0, 60.0
 
@@ -224,6 +223,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(protocol.Succeeded(round))
 
+    def report_steps(self, round: int, steps: model.SavedSteps) -> None:
+        self._post(protocol.SnapshotReport(round, steps))
+
     def leaving(self) -> None:
         """The others stop their workers with SIGTERM because of it. If they are sent the same signal as this node, they
         hear of it later, so that their workers get that signal."""
@@ -340,9 +342,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._mailbox.put(push)
 
     def _compare_script(self, place: model.Place) -> None:
-        known = self._other_scripts
-        if place.has_other_script(self._facts) and place.script not in known and len(known) < _MAX_SCRIPT_WARNINGS:
-            known.add(place.script)
+        if place.has_other_script(self._facts) and place.script not in self._other_scripts:
+            self._other_scripts.add(place.script)
             logger.warning(
                 "%s on this node differs from the script of node 0 (%s): the nodes run different programs; copy the "
                 "same file to all nodes", self._script, place.master_address

@@ -21,7 +21,7 @@ from holdfast.errors import UserError
 from holdfast.log import Logger
 from holdfast.rendezvous import api, endpoints
 from holdfast.rendezvous.membership import keys
-from holdfast.rendezvous.membership.model import Admit, AgentStore, Settings, is_loopback
+from holdfast.rendezvous.membership.model import MAX_COPIES, Admit, AgentStore, Settings, is_loopback
 from holdfast.rendezvous.membership.node_lease import LeaseSettings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
@@ -78,6 +78,7 @@ SECONDS_OR_0 = Kind("a number of seconds, at least 0", lambda value: _number(val
 LEADER_LEASE = Kind("a whole number of seconds, at least 2", lambda value: _number(value, int, 2))  # As etcd has it.
 NUMBER = Kind("a whole number", lambda value: _number(value, int, -1e9))
 COUNT = Kind("a whole number above 0", lambda value: _number(value, int, 1))
+COPIES = Kind(f"a whole number from 0 to {MAX_COPIES}", lambda value: _number(value, int, 0, MAX_COPIES))
 PORT = Kind("a port from 0 to 65535", _port)
 PORT_OR_OFF = Kind("a port from 1 to 65535, or off", lambda value: value if value == "off" else _port(value, 1))
 ADDRESS = Kind("HOST:PORT or PORT", lambda value: _text(value, endpoints.parse_address))
@@ -147,6 +148,9 @@ TABLE: tuple[Setting, ...] = (
             "the round is stopped for all of them."),
     Setting("agent_store", _one_of(*AgentStore), AgentStore.AUTO, "Whether torch's store is served at the master port "
             "by holdfast: `auto`, unless the program listens there itself; `on`; `off`. Static nodes have none."),
+    Setting("snapshot_copies", COPIES, 0, "To how many other nodes each node copies its snapshots. They outlive the "
+            "node then."),
+    Setting("snapshot_every", SECONDS_OR_0, 0.0, "How often a snapshot of all ranks is written to disk; 0: never."),
     Setting("on_isolation", _one_of("stop", "continue"), "stop", "What a node does that cannot reach the coordinator."),
     Setting("is_host", FLAG, None, "`true`: this node must start the coordinator. `false`: it never starts one.",
             "tcp static", "by address"),
@@ -178,6 +182,7 @@ TABLE: tuple[Setting, ...] = (
     Setting("heartbeat_timeout", SECONDS, None, "Has no effect and causes a warning. Use `lease`."),
     Setting("store_type", _one_of("tcp"), "tcp", "Has no effect: nodes meet at a coordinator.", "tcp static"),
 )  # fmt: skip
+_USED_ALONE = ("rank", "timeout", "coordinator_port", "agent_store", "snapshot_every")
 _GROUPS = {"c10d": "tcp", "etcd-v3": "etcd", "standalone": "static"}  # Backends with the settings of another one.
 
 
@@ -292,12 +297,12 @@ def given_of(backend: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_alone(backend: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a node that meets no other node. It uses `rank`, `timeout`, `coordinator_port` and `agent_store`.
-    Other known settings are kept in scripts, so they only cause a warning."""
+    """The same for a node that meets no other node. Known settings that it does not use are kept in scripts, so they
+    only cause a warning."""
     if unknown := sorted(config.keys() - names_of(TABLE)):
         listed = ", ".join(map(repr, unknown))
         raise UserError(f"unknown rendezvous setting {listed} of backend {backend!r}")
-    used = {name: config[name] for name in ("rank", "timeout", "coordinator_port", "agent_store") if name in config}
+    used = {name: config[name] for name in _USED_ALONE if name in config}
     if others := sorted(config.keys() - used.keys()):
         logger.warning("backend %r ignores the settings %s", backend, ", ".join(map(repr, others)))
     return given_of(backend, used)
@@ -312,6 +317,8 @@ def read(params: api.RendezvousParameters) -> NodeSettings:
     # A static node's coordinator_port is part of the endpoint, which is not read here.
     values |= _for_etcd(params.endpoint, values) if "leader_lease" in rows else {"coordinator_port": 0}
     values["token"] = read_token(values["token_file"], is_required=values["require_token"])
+    if values["snapshot_copies"] and values["token"] is None:
+        raise UserError(f"--snapshot-copies needs a token, which nodes prove to each other: {_MAKE_TOKEN}")
     values |= {"min_nodes": params.min_nodes, "max_nodes": params.max_nodes, "local_addr": params.local_addr}
     named = {rows[name].field if name in rows else name: value for name, value in values.items()}
     return NodeSettings(**{each.name: named[each.name] for each in fields(NodeSettings) if each.name in named})

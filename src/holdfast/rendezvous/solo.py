@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from holdfast.failures.records import Failure
 from holdfast.frozen import changed
@@ -18,9 +19,22 @@ from holdfast.rendezvous import store as stores
 from holdfast.rendezvous.api import RendezvousHandler, RendezvousInfo
 from holdfast.rendezvous.coordination import AgentPush, Coordination, JoinFailed
 from holdfast.rendezvous.membership import model, restart_policy
-from holdfast.rendezvous.membership.model import AgentStore, Chosen, End, Ended, Outcome, Place, Sealed, Stop
+from holdfast.rendezvous.membership.model import (
+    AgentStore,
+    Chosen,
+    End,
+    Ended,
+    Outcome,
+    Place,
+    SavedSteps,
+    Sealed,
+    Stop,
+)
 from holdfast.rendezvous.membership.restart_policy import Budget, RestartPolicy
 from holdfast.rendezvous.static import StandaloneRendezvous
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
 
 logger = Logger(__name__)
 
@@ -38,6 +52,8 @@ class SoloCoordination(Coordination):
         self._policy = RestartPolicy()
         # Of handlers, only that of a run on one machine holds the master port.
         self._agent_store = getattr(handler, "agent_store", AgentStore.OFF)
+        self._snapshot_every_s = getattr(handler, "snapshot_every_s", 0.0)
+        self._steps: AgreedSteps | None = None  # If `_snapshot_every_s` is above 0.
         self._serves_store = False
         self._local_world_size = 1
         self._round = 0
@@ -96,7 +112,13 @@ class SoloCoordination(Coordination):
             port, has_store = getattr(self._handler, "free_port", 0), self._serves_store
             world = (0, self._round, found.rank, found.world_size)
             chosen = self._choose(found.world_size)
-            place = Place(*world, restarts_used=self._budget.used, free_port=port, has_store=has_store, chosen=chosen)
+            agrees = found.world_size == 1 and self._snapshot_every_s > 0  # To write a step to disk now and then.
+            place = Place(
+                *world, restarts_used=self._budget.used, free_port=port, has_store=has_store,
+                chosen=chosen, agrees_on_steps=agrees,
+            )  # fmt: skip
+            if agrees:
+                self._begin_steps(place)
             return self._mailbox.put(Sealed("", place))
         except BaseException as error:
             self._mailbox.put(JoinFailed(error))
@@ -108,6 +130,17 @@ class SoloCoordination(Coordination):
         from holdfast.rendezvous.membership import snapshots  # Most runs have none.
 
         return snapshots.choose_alone(self._local_world_size, self.held, node_count)
+
+    def _begin_steps(self, place: Place) -> None:
+        from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
+
+        self._steps = self._steps or AgreedSteps(time.monotonic())
+        self._steps.begin(place, 0, self._snapshot_every_s)
+
+    def report_steps(self, round: int, steps: SavedSteps) -> None:
+        if self._steps is not None and round == self._round:
+            for order in self._steps.take("", steps, time.monotonic()):
+                self._mailbox.put(order)
 
     def found(self, sealed: Sealed) -> RendezvousInfo:
         assert self._found is not None

@@ -31,6 +31,7 @@ class StaticTCPRendezvous(api.RendezvousHandler):
     agent may ask for a round in one thread while another shuts the handler down: one lock covers both."""
 
     backend = "static"
+    snapshot_every_s = 0.0  # How often a step is written to disk, on one node; 0: never.
 
     def __init__(
         self, master_addr: str, master_port: int, rank: int, world_size: int, run_id: str, timeout: float = _TIMEOUT_S
@@ -108,7 +109,9 @@ def create_standalone_handler(params: RendezvousParameters) -> StandaloneRendezv
     if params.max_nodes != 1:
         raise UserError(f"backend 'standalone' is for one node, not for max_nodes {params.max_nodes}")
     _check_rank(params, given.get("rank", 0))
-    return StandaloneRendezvous(params.run_id, given["join_timeout"], given.get("agent_store", AgentStore.AUTO))
+    made = StandaloneRendezvous(params.run_id, given["join_timeout"], given.get("agent_store", AgentStore.AUTO))
+    made.snapshot_every_s = given.get("snapshot_every", 0.0)
+    return made
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> api.RendezvousHandler:
@@ -122,9 +125,10 @@ def create_rdzv_handler(params: RendezvousParameters) -> api.RendezvousHandler:
         from holdfast.rendezvous import handler
 
         return handler.create_handler_at(params, *coordinator_address(params), master)
-    timeout_s = _settings_alone(params)["join_timeout"]
-    address, port = master.master_addr, master.master_port
-    return StaticTCPRendezvous(address, port, rank, params.max_nodes, params.run_id, timeout_s)
+    given, address, port = _settings_alone(params), master.master_addr, master.master_port
+    made = StaticTCPRendezvous(address, port, rank, params.max_nodes, params.run_id, given["join_timeout"])
+    made.snapshot_every_s = given.get("snapshot_every", 0.0)
+    return made
 
 
 def coordinator_address(params: RendezvousParameters) -> tuple[str, int]:

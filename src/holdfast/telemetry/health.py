@@ -27,7 +27,6 @@ __all__ = ["AgentAlive", "HealthCheckServer", "create_healthcheck_server"]
 
 logger = Logger(__name__)
 
-PORT_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 TIMEOUT_S = 60
 
 _served: list[Any] = []

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "holdfast run"
 USAGE = "holdfast run [options] script [arguments of the script]"
-
 _YES_OR_NO = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "false", "no"), False)}
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST_NUMBER = 18
@@ -140,9 +139,6 @@ def yes_or_no(text: str) -> bool:
     if word not in _YES_OR_NO:
         raise ValueError(f"{text!r} is neither yes (1, true, yes) nor no (0, false, no)")
     return _YES_OR_NO[word]
-
-
-# --- an option --------------------------------------------------------------------------------------------------
 
 
 @frozen
@@ -336,6 +332,10 @@ class RunArguments:
     agent_store = optional("--agent-store WHEN", NODES, str, choices=("auto", "on", "off"), in_full=True, help=
         "Whether holdfast serves the store at MASTER_PORT where torch's ranks meet, so that it outlives rank 0 and is "
         "fresh in every round: auto, unless the program turns out to listen there itself; on; off (auto if left out).")
+    snapshot_copies = optional("--snapshot-copies COUNT", NODES, count, in_full=True, help=
+        "To how many other nodes each node copies its snapshots, so that they outlive the node (0 if left out).")
+    snapshot_every = optional("--snapshot-every TIME", NODES, duration_s, in_full=True, help=
+        "How often a snapshot of all ranks is written to disk while the workers run (never if left out).")
     on_isolation = optional("--on-isolation WHAT", NODES, str, choices=("stop", "continue"), help=
         "What a node that cannot reach the coordinator does: stop, its workers are killed before its place is given "
         "away; continue, they run on, at the risk that two worlds run at once (stop if left out).")

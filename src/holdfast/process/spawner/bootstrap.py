@@ -9,7 +9,8 @@ standard library and nothing of holdfast. It delays the start of every worker, s
 The program must find the interpreter as if it had been started by `python script.py`. So this file runs itself a
 second time under another name, resets `__main__`, and has the program run there. An exception of the program is
 recorded on its way out and then left to the interpreter, which prints it, sets the exit status, and dies of an
-interrupt as usual. Two things remain different: one more frame below the program's first, and faulthandler is on.
+interrupt as usual. Three things remain different: one more frame below the program's first, faulthandler is on, and
+`sys.meta_path` has an entry that finds nothing (`JaxWatch`).
 
 The script is compiled without `compile`, which first makes all types of the syntax tree: several times the cost of all
 else here. The compiler behind `exec` needs none, so `exec` starts the script, and a profile function takes its code
@@ -144,7 +145,10 @@ class Evidence:
     def record(self, exc: BaseException) -> None:
         """Never raises, so that the program's own error remains."""
         try:
-            if os.getpid() != self.pid or isinstance(exc, KeyboardInterrupt):
+            if os.getpid() != self.pid:
+                return
+            JaxWatch.ended(exc)
+            if isinstance(exc, KeyboardInterrupt):
                 return
             if not isinstance(exc, SystemExit):
                 data = error_data(exc)
@@ -175,7 +179,7 @@ class Evidence:
                 BaseException.with_traceback(exc, users_part(tb))
                 self.record(exc)
                 if sys.version_info < (3, 11) or sys.implementation.name != "cpython":
-                    hide_frames_from_hook()
+                    run_beside("rarely")["hide_frames_from_hook"](users_part)
             if self.main_names.get("__spec__"):
                 # The interpreter deletes these names after a script, which it believes this to be; a module keeps them.
                 names = {name: self.main_names.get(name) for name in ("__file__", "__cached__")}
@@ -190,18 +194,6 @@ def file_behind(fd: int) -> "tuple[int, int] | None":
     except (OSError, OverflowError):
         return None
     return status.st_dev, status.st_ino
-
-
-def hide_frames_from_hook() -> None:
-    """Give the hook that is called next only the program's part of the traceback."""
-    hook = getattr(sys, "excepthook", sys.__excepthook__)
-
-    def see_users_part(kind: "type[BaseException]", exc: BaseException, tb: "TracebackType | None") -> None:
-        sys.excepthook = hook
-        sys.last_traceback = tb = users_part(tb)
-        hook(kind, BaseException.with_traceback(exc, tb), tb)
-
-    sys.excepthook = see_users_part
 
 
 # Each `prepare` makes the interpreter look as if it had been started for that program alone, and returns the call that
@@ -253,10 +245,31 @@ def is_package(script: str) -> bool:
 def serve_as_template() -> None:
     """Returns in the workers that are forked from this process, which go on as cold ones do."""
     fd = take_fd("HOLDFAST_TEMPLATE")
-    path, names = os.path.join(os.path.dirname(OWN_FILE), "template.py"), vars(type(sys)("holdfast_template"))
+    names = run_beside("template")
+    names["Template"](fd, program_directory(enter_path()[0]), program_directory).serve()
+
+
+def run_beside(name: str) -> "dict[str, Any]":
+    """Run another file of this directory."""
+    path, names = os.path.join(os.path.dirname(OWN_FILE), f"{name}.py"), vars(type(sys)(f"holdfast_{name}"))
     with open(path, "rb") as file:
         exec(compile(file.read(), path, "exec", dont_inherit=True), names)
-    names["Template"](fd, program_directory(enter_path()[0]), program_directory).serve()
+    return names
+
+
+class JaxWatch:
+    """Stands in `sys.meta_path` until the program imports JAX, which is then told its place and the program's end."""
+
+    ended: "Callable[[BaseException], object]" = bool
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> None:
+        if name == "jax._src.distributed":
+            sys.meta_path.remove(cls)
+            try:
+                cls.ended = run_beside("jax_cluster")["ended"]
+            except Exception:
+                pass  # A JAX that differs from those known here goes on as without holdfast.
 
 
 def prepare(evidence: Evidence) -> "Program":
@@ -312,7 +325,8 @@ def prepare_script(script: str, rest: "list[str]", evidence: Evidence) -> "Progr
     loader = importing.SourcelessFileLoader if is_compiled else importing.SourceFileLoader
     reset_main(loader("__main__", path), path)
     if is_compiled:
-        return partial(exec, compiled_code(content, importing.MAGIC_NUMBER), evidence.main_names)
+        code = run_beside("rarely")["compiled_code"](content, importing.MAGIC_NUMBER)
+        return partial(exec, code, evidence.main_names)
     try:
         code = quickly_compiled(content, path) or compile(content, path, "exec", dont_inherit=True)
         return partial(exec, code, evidence.main_names)
@@ -382,20 +396,6 @@ def read_script(path: str, evidence: Evidence) -> bytes:
         evidence.record(SystemExit(message))
         print_error(message)
     raise SystemExit(2)
-
-
-def compiled_code(content: bytes, magic: bytes) -> "Any":
-    import marshal
-
-    if content[:4] != magic:
-        raise RuntimeError("Bad magic number in .pyc file")
-    try:
-        code = marshal.loads(content[16:])
-    except (EOFError, ValueError, TypeError):
-        code = None
-    if not isinstance(code, type(print_error.__code__)):
-        raise RuntimeError("Bad code object in .pyc file")
-    return code
 
 
 def reset_main(loader: object = None, path: str = "") -> None:
@@ -521,6 +521,7 @@ OWN_FILE = print_error.__code__.co_filename
 if __name__ == "__main__":
     _own = vars(type(sys)("holdfast_bootstrap"))
     exec(sys._getframe().f_code, _own)
+    sys.meta_path.insert(0, _own["JaxWatch"])
     if "HOLDFAST_TEMPLATE" in os.environ:
         _own["serve_as_template"]()  # Returns in the workers.
     _evidence = _own["Evidence"](_own["take_fd"]("HOLDFAST_BLACKBOX"))

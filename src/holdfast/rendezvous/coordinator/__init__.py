@@ -1,1 +1,1 @@
-"""The coordinator: a server around the machine of each run."""
+"""The coordinator: a server around the machine of one run."""

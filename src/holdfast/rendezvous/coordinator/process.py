@@ -106,10 +106,10 @@ def _coordinator(
     # Thousands of nodes may join at once, with a line for each: leave out what no line shows.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # As the documentation of logging advises.
-    state_file.warn_of_directory()
+    directory = state_file.default_directory(warns=True)
     return Coordinator(
         sock,
-        keeper or state_file.StateFiles(state_file.default_directory(), *sock.getsockname()[:2]),
+        keeper or state_file.StateFiles(directory, *sock.getsockname()[:2]),
         token=settings.read_token(orders.token_file, is_required=orders.require_token),
         tls=orders.tls.load(is_server=True),
         idle_timeout_s=idle_timeout_s,
@@ -128,7 +128,7 @@ async def _serve(orders: Orders, coordinator: Coordinator, when_ready: Callable[
                 monitor.start()
             when_ready()
 
-        ended.enter_context(watchdog.watching(lambda: coordinator.patience_s))
+        ended.callback(watchdog.Watchdog(lambda: coordinator.patience_s).close)
         await coordinator.serve(ready)
 
 

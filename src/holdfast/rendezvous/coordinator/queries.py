@@ -8,7 +8,7 @@
 
 Asking costs a run next to nothing, and not being asked costs nothing:
 
-* visitors come after members in each turn of the loop (`turns`),
+* visitors have a shorter slice than members in each turn of the loop (`connection`),
 * a status is made for the first reader and kept for the next ones, until the machine has taken a step or a second has
   passed; but making them takes no more than a twentieth of the time, however many readers and steps there are,
 * questions to agents are passed on at a bounded rate; an answer is sent on at once and not kept,

@@ -21,6 +21,7 @@ from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import Closed, Opened, Ready, Received, RunEvent
 from holdfast.rendezvous.membership.run import Access, Run
 from holdfast.telemetry.status import RunStatus
+from holdfast.text import plural
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.connection import Connection
@@ -223,8 +224,7 @@ class ServedRun:
     def _log(self, told: tuple[str, ...], message: model.Push) -> None:
         match message:
             case model.Sealed(_, place) if place.rank == 0:
-                nodes = "1 node" if place.node_count == 1 else f"{place.node_count} nodes"
-                self._lines.say(f"round {place.round} begins with {nodes}")
+                self._lines.say(f"round {place.round} begins with {plural(place.node_count, 'node')}")
             case model.Stop(round, reason):
                 self._lines.say(f"round {round} is stopped: {shown(reason, _LONGEST_REASON)}")
             case model.Notice(text) | model.StandBy(_, text) if told:

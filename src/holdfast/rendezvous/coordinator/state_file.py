@@ -175,30 +175,21 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def default_directory() -> Path:
+def default_directory(*, warns: bool = False) -> Path:
     """In $XDG_RUNTIME_DIR, else among the temporary files. Another user may have taken the name there, to read what is
     written or to stop it from being written; then it is in the home directory."""
-    return _first_private()[0]
-
-
-def warn_of_directory() -> None:
-    """Say it if the usual directory cannot be used."""
-    directory, problem = _first_private()
-    if problem:
-        logger.warning("%s; the coordinator's state and log are in %s", problem, directory)
-
-
-def _first_private() -> tuple[Path, str]:
-    """The directory, and what is wrong with the usual one."""
     runtime, name = os.environ.get("XDG_RUNTIME_DIR"), f"holdfast-{os.getuid()}"
     base = runtime if runtime and os.access(runtime, os.W_OK) else tempfile.gettempdir()
     usual, other = Path(base) / name, Path.home() / ".cache" / name
     try:
         make_private(usual)
-        return usual, ""
+        return usual
     except OSError as error:
-        try:
-            make_private(other)
-        except OSError:
-            other = usual
-        return other, f"{usual} cannot be used ({error.strerror or error})"
+        problem = error.strerror or str(error)
+    try:
+        make_private(other)
+    except OSError:
+        other = usual
+    if warns:
+        logger.warning("%s cannot be used (%s); the coordinator's state and log are in %s", usual, problem, other)
+    return other

@@ -18,14 +18,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 _TICK_S = 0.5
 _TELLING_S = 2.0
 
 
 class Watchdog:
-    """`limit_s` says how long the loop may stand still. It is asked in the loop."""
+    """To be made in the loop. `limit_s` says how long the loop may stand still, and is asked in it."""
 
     def __init__(self, limit_s: Callable[[], float]) -> None:
         self._ask_limit_s = limit_s
@@ -61,13 +61,3 @@ class Watchdog:
     def close(self) -> None:
         self._timer.cancel()
         self._is_over.set()
-
-
-@contextlib.contextmanager
-def watching(limit_s: Callable[[], float]) -> Iterator[None]:
-    """In a running loop."""
-    watchdog = Watchdog(limit_s)
-    try:
-        yield
-    finally:
-        watchdog.close()

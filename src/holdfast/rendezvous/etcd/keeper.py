@@ -68,15 +68,10 @@ class Appointment:
     memory_lease_s: int
 
 
-def keys_of(prefix: str, run_id: str) -> tuple[bytes, bytes]:
-    """The keys `leader` and `memory` of a run."""
+def keys_of(prefix: str, run_id: str) -> tuple[bytes, bytes, bytes]:
+    """The keys `leader` and `memory` of a run, and `ended`, the record of how it ended."""
     place = f"{prefix.rstrip('/')}/{quote(run_id, safe='')}"
-    return f"{place}/leader".encode(), f"{place}/memory".encode()
-
-
-def record_key_of(prefix: str, run_id: str) -> bytes:
-    """The key of the record of how the run ended."""
-    return keys_of(prefix, run_id)[1].removesuffix(b"memory") + b"ended"
+    return f"{place}/leader".encode(), f"{place}/memory".encode(), f"{place}/ended".encode()
 
 
 encode_leader = msgspec.json.encode
@@ -111,8 +106,7 @@ class EtcdKeeper:
         self.reason_to_resign = ""
         self._own = appointment
         self._gateway = appointment.access.gateway(appointment.lease_s / 3)
-        self._leader_key, self._memory_key = keys_of(appointment.prefix, appointment.run_id)
-        self._record_key = record_key_of(appointment.prefix, appointment.run_id)
+        self._leader_key, self._memory_key, self._record_key = keys_of(appointment.prefix, appointment.run_id)
         self._memory: Memory | None = None
         self._age_s = 0.0
         self._memory_lease: int | None = None

@@ -49,7 +49,8 @@ class Losses:
         if reason := restart_policy.standstill(policy, budget):
             return GiveUp(reason, is_final=True)
         if len(self._recent(policy, now)) > policy.loss_limit:
-            return GiveUp(_exhausted(policy), is_final=True)
+            used_up = restart_policy.exhausted(policy.loss_limit, policy.loss_window_s, " after lost nodes")
+            return GiveUp(f"{used_up} (--loss-limit {policy.loss_limit})", is_final=True)
         return Restart(0.0, is_charged=False)
 
     def lose(self, host: str, round: int, now: float) -> None:
@@ -111,11 +112,3 @@ class Losses:
         counted = {host: tuple(age_s for age_s in ages_s[host] if age_s < _HOST_WINDOW_S) for host in ages_s}
         hosts = tuple((host, ages_s) for host, ages_s in counted.items() if ages_s)
         return changed(memory, loss_ages_s=self._recent(policy, now), host_loss_ages_s=hosts)
-
-
-def _exhausted(policy: RestartPolicy) -> str:
-    limit, window_s = policy.loss_limit, policy.loss_window_s
-    if limit == 0:
-        return "no restarts after lost nodes are allowed (--loss-limit 0)"
-    restarts, are = ("1 allowed restart", "is") if limit == 1 else (f"{limit} allowed restarts", "are")
-    return f"the {restarts} after lost nodes within {window_s:g} s {are} used up (--loss-limit {limit})"

@@ -6,7 +6,7 @@ have on the wire; `protocol` defines them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,18 @@ from holdfast import escape
 from holdfast.failures.records import Evidence, Failure
 from holdfast.frozen import changed, field, frozen
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
+from holdfast.rendezvous.membership.snapshot_records import MAX_COPIES as MAX_COPIES
 from holdfast.rendezvous.membership.snapshot_records import MAX_HELD as MAX_HELD
 from holdfast.rendezvous.membership.snapshot_records import MAX_SOURCES as MAX_SOURCES
+from holdfast.rendezvous.membership.snapshot_records import Agreed as Agreed
 from holdfast.rendezvous.membership.snapshot_records import Chosen as Chosen
+from holdfast.rendezvous.membership.snapshot_records import Complete as Complete
 from holdfast.rendezvous.membership.snapshot_records import Held as Held
+from holdfast.rendezvous.membership.snapshot_records import KeepFrom as KeepFrom
+from holdfast.rendezvous.membership.snapshot_records import SavedSteps as SavedSteps
 from holdfast.rendezvous.membership.snapshot_records import SnapshotId as SnapshotId
+from holdfast.rendezvous.membership.snapshot_records import SnapshotOrder as SnapshotOrder
+from holdfast.rendezvous.membership.snapshot_records import SnapshotPlan as SnapshotPlan
 from holdfast.rendezvous.membership.snapshot_records import Source as Source
 
 if TYPE_CHECKING:
@@ -114,6 +121,13 @@ class Settings:
     leader_lease_s: wire.UpToAnHour = 0.0  # On etcd: for how long a coordinator may stay in office without a renewal.
     admit_delay_s: wire.Seconds = 5.0  # How long a newcomer waits for others before the round is stopped for them.
     agent_store: AgentStore = AgentStore.AUTO
+    snapshot_copies: wire.Copies = 0  # To how many other nodes each node copies the steps that all agree on.
+    snapshot_every_s: wire.Seconds = 0.0  # How often an agreed step is written to disk; 0: never.
+
+    @property
+    def agreed_steps(self) -> tuple[int, float]:
+        """What steps are agreed on for, if either is above 0: copies, and files."""
+        return self.snapshot_copies, self.snapshot_every_s
 
     def difference(self, other: Settings) -> str:
         """The first difference between a node's settings and these of the run, as the user typed them; or nothing."""
@@ -224,7 +238,8 @@ class Place:
     role and local world size, `pattern` says which member has which: two bytes a member, compressed; empty if all
     members are alike. Without shapes the nodes know nothing of each other. `script` and `free_port` are those of the
     member of rank 0. `has_store`: that member serves torch's store at the master port. `chosen` is the snapshot that
-    the ranks load; None if no member holds any."""
+    the ranks load; None if no member holds any. `copy_to` are the transfer processes to which this member copies the
+    steps that are agreed on in this round, if there are any (`agrees_on_steps`)."""
 
     term: wire.Count
     round: wire.RoundNumber
@@ -239,6 +254,8 @@ class Place:
     free_port: wire.Port = 0
     has_store: bool = False
     chosen: Chosen | None = None
+    copy_to: wire.CopyTo = ()
+    agrees_on_steps: bool = False
 
     @property
     def serves_store(self) -> bool:
@@ -282,23 +299,20 @@ class Place:
 
 
 class World:
-    """One agreed membership: the members by rank, and `template`, the place of any of them. `fetching` has the members
-    that lack ranks of the chosen snapshot, with their sources. A world that a restarted coordinator adopts knows only
-    the members that have come back to it so far."""
+    """One agreed membership: the members by rank, and `template`, the place of any of them. A world that a restarted
+    coordinator adopts knows only the members that have come back to it so far, and no plan for snapshots."""
 
-    __slots__ = ("fetching", "members", "ranks", "size", "template")
+    __slots__ = ("members", "plan", "ranks", "size", "template")
 
-    def __init__(
-        self, template: Place, members: Sequence[NodeFacts] = (), fetching: Mapping[int, Chosen] | None = None
-    ) -> None:
-        self.template, self.size, self.fetching = template, template.node_count, fetching or {}
+    def __init__(self, template: Place, members: Sequence[NodeFacts] = (), plan: SnapshotPlan | None = None) -> None:
+        self.template, self.size, self.plan = template, template.node_count, plan or SnapshotPlan(template.chosen)
         self.members = dict(enumerate(members))
         self.ranks = {member.key: rank for rank, member in self.members.items()}
 
     @classmethod
     def of(
         cls, term: int, round: int, members: Sequence[NodeFacts], restarts_used: int = 0, *, has_store: bool = False,
-        chosen: Chosen | None = None, fetching: Mapping[int, Chosen] | None = None,
+        plan: SnapshotPlan | None = None,
     ) -> World:  # fmt: skip
         """A new world of these members, in rank order."""
         shapes, pattern = tuple(dict.fromkeys(member.shape for member in members)), b""
@@ -309,7 +323,8 @@ class World:
             pattern = zlib.compress(b"".join(numbers[member.shape] for member in members))
         first = members[0]
         known = (shapes, pattern, first.address, first.port, restarts_used, first.script, first.free_port, has_store)
-        return cls(Place(term, round, 0, len(members), *known, chosen), members, fetching)
+        saving = (plan.chosen, (), plan.agrees) if plan is not None else ()
+        return cls(Place(term, round, 0, len(members), *known, *saving), members, plan)
 
     @property
     def round(self) -> int:
@@ -341,8 +356,9 @@ class World:
         known = self.template  # Thousands of nodes may be told their places at once, so this is not `replace`.
         world = (known.node_count, known.shapes, known.pattern, known.master_address, known.master_port)
         more = (known.restarts_used, known.script, known.free_port, known.has_store)
-        rank = self.ranks[key]
-        return Place(known.term, known.round, rank, *world, *more, self.fetching.get(rank, known.chosen))
+        rank, plan = self.ranks[key], self.plan
+        saving = (plan.fetching.get(rank, plan.chosen), plan.copy_to.get(rank, ()), known.agrees_on_steps)
+        return Place(known.term, known.round, rank, *world, *more, *saving)
 
 
 @frozen
@@ -481,7 +497,7 @@ class CloseRequested:
     reason: str
 
 
-Push = Sealed | StandBy | Stop | Expelled | Refused | Ended | Progress | Notice | Resigned
+Push = Sealed | StandBy | Stop | Expelled | Refused | Ended | Progress | Notice | Resigned | SnapshotOrder
 
 
 def is_loopback(address: str) -> bool:

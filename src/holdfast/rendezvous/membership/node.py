@@ -25,10 +25,36 @@ from holdfast.errors import InternalError
 from holdfast.failures.records import Failure
 from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import model, node_lease, protocol
-from holdfast.rendezvous.membership.model import Ended, NodeFacts, Place, PlaceLost, Refused, Sealed, Settings, Stage
+from holdfast.rendezvous.membership.model import (
+    Ended,
+    NodeFacts,
+    Notice,
+    Place,
+    PlaceLost,
+    Progress,
+    Refused,
+    Sealed,
+    Settings,
+    SnapshotOrder,
+    Stage,
+    StandBy,
+    Stop,
+)
 from holdfast.rendezvous.membership.node_lease import Line, NodeLease
-from holdfast.rendezvous.membership.protocol import Close, Failed, FromNode, Join, Leaving, Left, Return, Succeeded
+from holdfast.rendezvous.membership.protocol import (
+    Close,
+    Failed,
+    FromNode,
+    Join,
+    Leaving,
+    Left,
+    Return,
+    SnapshotReport,
+    Succeeded,
+)
 from holdfast.rendezvous.membership.restart_policy import Advance
+
+_REPORT_EVERY_S = 1.0
 
 
 class Standing(StrEnum):
@@ -87,11 +113,11 @@ class Welcomed:
     restarts_used: int = 0
 
 
-AgentEvent = JoinRequested | Failed | Succeeded | Leaving | Left | Close | Pushed
+AgentEvent = JoinRequested | Failed | Succeeded | SnapshotReport | Leaving | Left | Close | Pushed
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
-ForAgent = Sealed | model.StandBy | model.Stop | PlaceLost | Ended | Refused | model.Progress | model.Notice
+ForAgent = Sealed | StandBy | Stop | PlaceLost | Ended | Refused | Progress | Notice | SnapshotOrder
 Command = FromNode | ForAgent | node_lease.Connect | node_lease.SetLease | node_lease.HangUp | node_lease.Locate
 
 
@@ -110,9 +136,11 @@ class Participant:
         self._last_place: Place | None = None
         self._has_lost_place = False
         self._failure: Failed | None = None
-        self._stop: model.Stop | None = None
+        self._stop: Stop | None = None
         self._advance: Advance | None = None
         self._held: tuple[model.Held, ...] = ()  # When the agent asked for a place last.
+        self._reported: SnapshotReport | None = None  # Of `place`: the last, and when one was sent.
+        self._reported_at = 0.0
         self._has_left = False  # While LEAVING: the workers are gone.
         self._close_reason = ""  # Of the user, to be said on every connection.
         self._end: Ended | Refused | None = None  # If and only if DONE.
@@ -135,12 +163,14 @@ class Participant:
                     self._failure = Failed(self._failure.round, failure)
                 self.facts = replace(self.facts, port=port, free_port=free_port, snapshot_port=snapshot_port)
                 return self._join(now)
-            case Failed(round) | Succeeded(round) if not self._is_in(round):
+            case Failed(round) | Succeeded(round) | SnapshotReport(round) if not self._is_in(round):
                 return []
             case Failed():
                 self._failure = event
             case Succeeded():
                 self._stage = Stage.FINISHED
+            case SnapshotReport():
+                return self._report(event, now)
             case Leaving():
                 if self.standing is Standing.DONE:
                     return []
@@ -185,6 +215,19 @@ class Participant:
         said = (self._has_lost_place, failure, self._stop, self._advance, self._heard_restarts, self._held)
         return Join(self.facts, self.settings, place, self._heard_round, *said)
 
+    def _report(self, report: SnapshotReport, now: float) -> list[Command]:
+        """A newer step is said once a second, everything else at once. A coordinator that agrees on no steps may not
+        know the message."""
+        if self.place is None or not self.place.agrees_on_steps:
+            return []
+        before, self._reported = self._reported, report
+        answers = zip(_answers(report), _answers(before), strict=True) if before is not None else ()
+        is_news = before is None or any(new is not None and new != old for new, old in answers)
+        if not is_news and now < self._reported_at + _REPORT_EVERY_S:
+            return []
+        self._reported_at = now
+        return self._say(report)
+
     def _is_in(self, round: int) -> bool:
         return self.standing is Standing.MEMBER and self.place is not None and self.place.round == round
 
@@ -212,10 +255,10 @@ class Participant:
                 return self._step_lease(message, now)
             case Sealed():
                 return self._sealed(message, now)
-            case model.StandBy(round):
+            case StandBy(round):
                 self._heard_round = max(self._heard_round, round)
                 return [message] if self.standing is Standing.WAITING else []
-            case model.Stop(round):
+            case Stop(round):
                 self._stop = message if self._is_in(round) else self._stop
                 return [message] if self._is_in(round) else []
             case model.Expelled(reason):
@@ -225,10 +268,12 @@ class Participant:
             case Ended():
                 # The coordinator may forget the run when all nodes have confirmed its end.
                 return [*self._say(Left()), *self._finish(message, now)]
-            case model.Progress():
+            case Progress():
                 return [message] if self.standing is Standing.WAITING else []
-            case model.Notice():
+            case Notice():
                 return [message]
+            case model.KeepFrom(round) | model.Agreed(round) | model.Complete(round):
+                return [message] if self._is_in(round) else []
         assert_never(message)
 
     def _sealed(self, sealed: Sealed, now: float) -> list[Command]:
@@ -243,7 +288,7 @@ class Participant:
         self._stand(Standing.MEMBER)
         self.place = self._last_place = place
         self._heard_round = max(self._heard_round, place.round)
-        self._has_lost_place, self._failure, self._stop = False, None, None
+        self._has_lost_place, self._failure, self._stop, self._reported = False, None, None, None
         return [*commands, sealed]
 
     def _lose_place(self, reason: str, now: float) -> list[Command]:
@@ -289,9 +334,13 @@ class Participant:
             said.append(self._join_message())
         if self.standing in (Standing.MEMBER, Standing.LEAVING) and self.place is not None:
             said.append(Return(self.facts, self.settings, self.place, self._stage))
-            said += [self._failure] if self._failure is not None else []
+            said += [each for each in (self._failure, self._reported) if each is not None]
         if self.standing in (Standing.LEAVING, Standing.DONE):
             said.append(Left() if self._has_left or self.standing is Standing.DONE else Leaving())
         if self._close_reason:
             said.append(Close(self._close_reason))
         return said
+
+
+def _answers(report: SnapshotReport) -> tuple[int | None, ...]:
+    return report.steps.kept, report.steps.stored, report.steps.failed

@@ -44,6 +44,7 @@ from typing import assert_never
 from holdfast.errors import InternalError
 from holdfast.failures.records import HANG, Failure
 from holdfast.rendezvous.membership import model, protocol, restart_policy, snapshots
+from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
 from holdfast.rendezvous.membership.finished import FinishedRun, Linger, finished_in
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.losses import Losses
@@ -95,6 +96,7 @@ class Membership:
         self.restarts_at_seal = max(0, past.restarts_used - past.is_round_over)
         self._losses = Losses(now, past)  # Restarts after lost nodes, and losses of each host.
         self._has_lost_nodes = False  # Since this coordinator began: they may come back, even when the run has ended.
+        self._steps = AgreedSteps(now)  # While RUNNING: what the members are asked to keep.
         self._linger = Linger()  # While ENDED: who has yet to hear of it.
         self.refusals = Refusals(now)  # Of nodes that cannot take part.
         self.history = History(now, is_whole=memory is None).enter(self.phase.lower(), now)
@@ -186,6 +188,8 @@ class Membership:
                 if self._is_current(key, round):
                     self._finish(self.nodes[key])
                 return []
+            case protocol.SnapshotReport(round, steps):
+                return self._saved(key, round, steps, now)
             case protocol.Leaving():
                 return self._leaving(key)
             case protocol.Left():
@@ -289,7 +293,8 @@ class Membership:
         self.nodes.reopen(node, now)
         if back.stage is Stage.FINISHED:
             self._finish(node)
-        return commands + self._stop_again(facts.key)
+        orders = self._steps.repeated() if self.phase is Phase.RUNNING else ()
+        return [*commands, *self._stop_again(facts.key), *(Tell((facts.key,), each) for each in orders)]
 
     def _stop_again(self, key: str) -> list[Command]:
         """It may have missed that the round is being stopped."""
@@ -314,6 +319,11 @@ class Membership:
             node.stage = Stage.FINISHED
             self._present.owing.discard(node.key)
             self._present.unfinished.discard(node.key)
+
+    def _saved(self, key: str, round: int, steps: model.SavedSteps, now: float) -> list[Command]:
+        if self.phase is not Phase.RUNNING or not self._is_current(key, round):
+            return []
+        return [Tell(self._present.world.keys, order) for order in self._steps.take(key, steps, now)]
 
     def _leaving(self, key: str) -> list[Command]:
         if (node := self.nodes.get(key)) is None or node.stage is not Stage.RUNNING:
@@ -393,6 +403,7 @@ class Membership:
         self.restarts_at_seal = round.world.template.restarts_used
         self._past.begin(round.world, is_ours=is_ours)
         self._formation = Formation(self._now)
+        self._steps.begin(round.world.template, *self._agreed.agreed_steps)
         size = (round.world.size, round.world.template.worker_count())
         self.history = self.history.begin_round(self.round, *size, self._now, is_new=is_ours).run(self._now)
 
@@ -512,9 +523,8 @@ class Membership:
         members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
         is_wanted = self._agreed.agent_store is not AgentStore.OFF and not self._budget.is_without_store
         has_store = is_wanted and members[0].serves_store
-        chosen, fetching = snapshots.choose([snapshots.member_of(self.nodes[each.key]) for each in members])
-        known = (self.term, self.round + 1, members, self.restarts_used)
-        world = World.of(*known, has_store=has_store, chosen=chosen, fetching=fetching)
+        plan = snapshots.plan([self.nodes[each.key] for each in members], self._agreed)
+        world = World.of(self.term, self.round + 1, members, self.restarts_used, has_store=has_store, plan=plan)
         self._begin(Round(world), is_ours=True)
         for key in world.keys:
             self.nodes[key].stage = Stage.RUNNING

@@ -71,6 +71,9 @@ WorldSize = Annotated[int, Meta(ge=1, le=1 << 32)]
 RankRange = tuple[wire_types.WorkerRank, WorldSize]  # The first, and how many.
 RankRanges = Annotated[tuple[RankRange, ...], Meta(min_length=1, max_length=model.MAX_HELD)]
 Sources = Annotated[tuple[model.Source, ...], Meta(max_length=model.MAX_SOURCES)]
+SavedOrder = tuple[Count, Count, Count]  # Term, round and step of a snapshot.
+Copies = Annotated[int, Meta(ge=0, le=model.MAX_COPIES)]
+CopyTo = Annotated[tuple[tuple[Name, Port], ...], Meta(max_length=model.MAX_COPIES)]
 HostAges = Annotated[tuple[tuple[Name, FewAges], ...], Meta(max_length=model.MAX_LOST_HOSTS)]
 
 # The records that are on the wire were defined before these types.
@@ -80,6 +83,7 @@ for _kind in (
     model.Held,
     model.Source,
     model.Chosen,
+    model.SavedSteps,
     NodeFacts,
     Settings,
     RestartPolicy,
@@ -223,6 +227,13 @@ class Succeeded(msgspec.Struct, frozen=True, tag=True):
     round: Count
 
 
+class SnapshotReport(msgspec.Struct, frozen=True, tag=True):
+    """What a member has saved in this round. Only in rounds in which steps are agreed on (`Place.agrees_on_steps`)."""
+
+    round: Count
+    steps: model.SavedSteps
+
+
 class Leaving(msgspec.Struct, frozen=True, tag=True):
     """The node goes away and is stopping its workers."""
 
@@ -253,7 +264,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     body: Annotated[bytes, Meta(max_length=MAX_ANSWER_BYTES)]
 
 
-FromNode = Join | Return | Heartbeat | Failed | Succeeded | Leaving | Left | Close
+FromNode = Join | Return | Heartbeat | Failed | Succeeded | SnapshotReport | Leaving | Left | Close
 ToCoordinator = FromNode | StoreRequest | Query | Answer
 
 

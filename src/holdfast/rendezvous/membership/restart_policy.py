@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from holdfast.failures.cause import is_port_taken
 from holdfast.failures.records import REFUSAL, Failure
 from holdfast.frozen import changed, frozen
+from holdfast.text import plural
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership import protocol as wire
@@ -176,7 +177,7 @@ def decide(
         return Restart(_backoff_s(policy, 0), is_charged=False)
     counted = budget.within(policy.window_s, now)
     if counted >= policy.max_restarts:
-        return GiveUp(_exhausted(policy))
+        return GiveUp(exhausted(policy.max_restarts, policy.window_s))
     return Restart(_backoff_s(policy, counted), is_charged=True)
 
 
@@ -201,13 +202,11 @@ def named(departed: Sequence[str]) -> str:
     return "; ".join(departed[:_NAMED_AT_MOST]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _exhausted(policy: RestartPolicy) -> str:
-    if policy.max_restarts == 0:
-        return "no restarts are allowed"
-    within = f" within {policy.window_s:g} s" if policy.window_s is not None else ""
-    if policy.max_restarts == 1:
-        return f"the 1 allowed restart{within} is used up"
-    return f"the {policy.max_restarts} allowed restarts{within} are used up"
+def exhausted(limit: int, window_s: float | None, which: str = "") -> str:
+    if limit == 0:
+        return f"no restarts{which} are allowed"
+    within = f" within {window_s:g} s" if window_s is not None else ""
+    return f"the {plural(limit, 'allowed restart')}{which}{within} {'is' if limit == 1 else 'are'} used up"
 
 
 def standstill(policy: RestartPolicy, budget: Budget) -> str:
@@ -216,8 +215,8 @@ def standstill(policy: RestartPolicy, budget: Budget) -> str:
     if limit is None or budget.fruitless_if_failed() <= limit:
         return ""
     far = "without any progress" if best_step is None else f"without getting further than step {best_step}"
-    restarts = "1 restart" if limit == 1 else f"{limit} restarts in a row"
-    return f"{restarts} {far} (--no-progress-limit {limit})"
+    in_a_row = "" if limit == 1 else " in a row"
+    return f"{plural(limit, 'restart')}{in_a_row} {far} (--no-progress-limit {limit})"
 
 
 def _backoff_s(policy: RestartPolicy, in_a_row: int) -> float:

@@ -33,6 +33,7 @@ from holdfast.rendezvous.membership.restart_policy import (
     Restart,
 )
 from holdfast.telemetry import history
+from holdfast.text import plural
 
 MAX_OTHER_EVIDENCE = 1 << 16
 _ROUNDS_MISSED = 1 << 20
@@ -177,9 +178,8 @@ class Round:
 
     def stand_by(self, admitted_in_s: float | None) -> StandBy:
         """For nodes without a place."""
-        size = "1 node" if self.world.size == 1 else f"{self.world.size} nodes"
         how = f", this node is admitted in {admitted_in_s:.0f} s" if admitted_in_s else ", this node stands by"
-        return StandBy(self.world.round, f"round {self.world.round} runs with {size}{how}")
+        return StandBy(self.world.round, f"round {self.world.round} runs with {plural(self.world.size, 'node')}{how}")
 
     def expel_stuck(self, nodes: NodeTable, lease_s: float, now: float) -> list[Command]:
         """Members that have not come back from the stop. They are lost when their leases have surely ended. One that
@@ -200,7 +200,7 @@ class Round:
     def give_up_unknown(self) -> str:
         """The members of an adopted round that have not come back are lost. Returns what to say of it."""
         self.returns_until, self.has_lost_node = None, True
-        which = "1 node" if self.world.missing == 1 else f"{self.world.missing} nodes"
+        which = plural(self.world.missing, "node")
         reason = f"{which} of round {self.world.round} did not come back after the coordinator was replaced"
         self.departed.setdefault("", reason)
         return reason

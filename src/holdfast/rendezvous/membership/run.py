@@ -23,8 +23,7 @@ welcomed after that.
 
 Order. Nothing that follows from a change is told before the change is durable: see `Ready`.
 
-A run without any connection of a node is deserted. Its nodes may come back for a while (`deserted_s`); then it is
-forgotten.
+A run without any connection of a node is deserted. Its nodes may come back for a while; then it is forgotten.
 """
 
 from __future__ import annotations

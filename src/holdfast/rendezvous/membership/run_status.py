@@ -17,6 +17,7 @@ from holdfast.rendezvous.membership.nodes import Node
 from holdfast.rendezvous.membership.phases import Membership
 from holdfast.telemetry.history import HistoryStatus
 from holdfast.telemetry.status import HeldNode, NodeStatus, Refusal, RunStatus, StoryLine
+from holdfast.text import plural
 
 PAGE_NODES = 256
 _NAMED_AT_MOST = 32
@@ -191,8 +192,7 @@ def _wait_to_stop(run: Membership) -> tuple[str, list[str]]:
 
 def _unseen(run: Membership) -> str:
     """Members of an adopted round of which this coordinator knows only the number."""
-    missing = run._present.world.missing
-    return f"{missing} node{'' if missing == 1 else 's'} of round {run.round} to come back"
+    return f"{plural(run._present.world.missing, 'node')} of round {run.round} to come back"
 
 
 def _ids(nodes: Iterable[Node]) -> list[str]:

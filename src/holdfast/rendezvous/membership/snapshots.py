@@ -17,10 +17,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.rendezvous.membership.model import MAX_HELD, MAX_SOURCES, Chosen, Held, SnapshotId, Source
+from holdfast.rendezvous.membership.snapshot_records import (
+    MAX_HELD,
+    MAX_SOURCES,
+    Chosen,
+    Held,
+    SnapshotId,
+    SnapshotPlan,
+    Source,
+)
 
 if TYPE_CHECKING:
+    from holdfast.rendezvous.membership.model import NodeFacts, Settings
     from holdfast.rendezvous.membership.nodes import Node
+
+_NEAR_BY = 32
 
 Pieces = list[tuple[int, int, int]]  # The first rank, the one after the last, and the member that has them.
 
@@ -34,7 +45,7 @@ class Member(NamedTuple):
     port: int = 0
 
 
-def member_of(node: Node) -> Member:
+def _member_of(node: Node) -> Member:
     facts = node.facts
     return Member(facts.local_world_size, node.snapshots, facts.address, facts.snapshot_port)
 
@@ -62,6 +73,25 @@ def choose(members: Sequence[Member]) -> tuple[Chosen | None, dict[int, Chosen]]
             problem = candidate.too_many()
         first_problem = first_problem or problem
     return Chosen(None, problem=first_problem), {}
+
+
+def plan(nodes: Sequence[Node], settings: Settings) -> SnapshotPlan:
+    """For the members of a new world, in rank order."""
+    agrees = any(settings.agreed_steps)
+    copy_to = (
+        _copy_targets([node.facts for node in nodes], settings.snapshot_copies) if settings.snapshot_copies else {}
+    )
+    return SnapshotPlan(*choose([_member_of(node) for node in nodes]), copy_to, agrees)
+
+
+def _copy_targets(members: Sequence[NodeFacts], copies: int) -> dict[int, tuple[tuple[str, int], ...]]:
+    """The next nodes in rank order, of other hosts if there are any near by: a host takes all its nodes with it."""
+    found, count = {}, len(members)
+    for rank, own in enumerate(members):
+        next_ones = [members[(rank + at) % count] for at in range(1, min(count, _NEAR_BY + copies))]
+        able = sorted((each for each in next_ones if each.snapshot_port), key=lambda each: each.host == own.host)
+        found[rank] = tuple([(each.address, each.snapshot_port) for each in able[:copies]])
+    return found
 
 
 def choose_alone(workers: int, held: tuple[Held, ...], node_count: int) -> Chosen | None:

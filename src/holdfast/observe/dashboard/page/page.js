@@ -16,7 +16,7 @@ let watchdog = null;
 let isOver = false;
 let attempts = 0;
 
-const grid = new Grid(byId("grid"), byId("cells"), byId("tip"), byId("legend"), (rank) => choose({ rank }));
+const grid = new Grid(byId("cells"), byId("legend"), (rank) => choose({ rank }));
 const log = new LogPane(byId("log"), byId("log-problem"), byId("follow"));
 
 // What is chosen stays in the address, so that a reload shows it again.

@@ -1,0 +1,311 @@
+"""One trial: the job's agents on this host, a fault at its moment, and what was seen.
+
+Each node of the job is an agent of its own, started as `holdfast run` would be, with a run id that no other run has.
+The trial looks at the statuses of its agents several times a second, and reads their events at the end. All that it has
+started ends with it: agents end their workers, and the trial ends its agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast import signals
+from holdfast.frozen import frozen
+from holdfast.hosts.job import JobSpec
+from holdfast.observe import ask
+from holdfast.rehearsal.plan import Fault, Seen
+from holdfast.rendezvous import endpoints
+from holdfast.telemetry.status import WorkerStatus
+
+_LOOK_AGAIN_S = 0.05
+_REPLACED_AFTER_S = 1.0
+_PATIENCE_S = 30.0
+_DISK = "512k"
+_MARK = "HOLDFAST_REHEARSAL"
+_OVER = {"failed", "hung", "stopped"}
+
+
+@frozen
+class Expected:
+    """What makes up the result: files, below the directory of the trial, and a pattern of which the last line in the
+    output that matches counts."""
+
+    files: tuple[str, ...] = ()
+    output: str = ""
+
+    def digest(self, directory: Path, output: Path) -> str:
+        found = hashlib.sha256()
+        for name in self.files:
+            path = directory / name
+            found.update(path.read_bytes() if path.is_file() else b"missing")
+        if self.output:
+            lines = [line for line in output.read_text(errors="replace").splitlines() if re.search(self.output, line)]
+            found.update((lines or ["missing"])[-1].encode())
+        return found.hexdigest() if self.files or self.output else ""
+
+
+def can_fill_disk() -> bool:
+    """Whether this user can give a process a small disk of its own."""
+    try:
+        done = subprocess.run([*_apart(), "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True)
+    except OSError:
+        return False
+    return done.returncode == 0
+
+
+def _apart() -> list[str]:
+    return ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+class Rehearsal:
+    """One trial of the job, in `directory`, which must be empty. `is_here`: the job runs in its own directory."""
+
+    def __init__(self, job: JobSpec, directory: Path, fault: Fault, seed: int, *, is_here: bool = False) -> None:
+        self._job, self._directory, self._fault = job, directory, fault
+        self._random = random.Random(f"{seed} {fault}")
+        self._share = self._random.uniform(0.34, 0.66)  # How much of the job is done when the fault comes.
+        self._work = Path(job.directory) if is_here else directory / "work"
+        self._mark = f"{os.getpid()}-{os.urandom(4).hex()}"
+        self._agents: list[subprocess.Popen[bytes]] = []
+        self._replaced: set[int] = set()
+        self._struck_at: float | None = None
+        self._again_at: float | None = None
+        self._steps: dict[int, int] = {}  # By pid, the last step of each worker.
+        self._before: set[int] = set()  # The workers that had steps before the fault.
+        self._step_before: int | None = None
+        self._first_again: int | None = None
+        self._further_at: dict[bool, float] = {}  # Workers of after the fault, and those that it did not stop.
+        self._starts = 0
+        self._place: tuple[str, ...] = ("--standalone",)
+        for name in ("work", "tmp", "logs"):
+            (directory / name).mkdir(parents=True)
+
+    @property
+    def output(self) -> Path:
+        return self._directory / "output"
+
+    def carry_out(self, expected: Expected, limit_s: float, undisturbed: Seen | None = None) -> Seen:
+        began = time.monotonic()
+        try:
+            self._start_all()
+            while (code := self._exit_code()) is None and time.monotonic() < began + limit_s:
+                signals.inbox().raise_pending()
+                self._look()
+                if self._is_time(began, undisturbed):
+                    self._strike()
+                if self._again_at is not None and time.monotonic() >= self._again_at:
+                    self._again_at = None
+                    self._replace()
+                time.sleep(_LOOK_AGAIN_S)
+        finally:
+            self._end_all()
+        seconds = time.monotonic() - began
+        last_step = max((*self._steps.values(), *self._told_steps()), default=None)
+        result = expected.digest(self._work, self.output)
+        noticed_s, running_s = self._phases()
+        return Seen(
+            code, seconds, last_step, result, self._struck_at is not None or self._fault is Fault.NONE, noticed_s,
+            running_s, self._since_fault(self._further_at.get(self._first_again is not None)), self._steps_again(),
+        )  # fmt: skip
+
+    # Agents.
+
+    def _start_all(self) -> None:
+        self._starts += 1
+        if self._job.max_nodes > 1:
+            port = endpoints.HeldPort()
+            port.renew("127.0.0.1")
+            self._place = ("--rdzv-backend=tcp", f"--rdzv-endpoint=127.0.0.1:{port.number}")
+            port.release()
+        for _ in range(self._job.max_nodes):
+            self._start()
+
+    def _start(self) -> None:
+        job, number = self._job, len(self._agents)
+        command = [sys.executable, "-P", "-m", "holdfast", "run", *self._place, f"--rdzv-id={self._run_id}"]
+        command += [f"--nnodes={job.min_nodes}:{job.max_nodes}" if job.max_nodes > 1 else "--nnodes=1"]
+        command += [f"--nproc-per-node={job.nproc_per_node}"] if job.nproc_per_node else []
+        command += [f"--events-file={self._directory}/events-{number}.jsonl", f"--log-dir={self._directory}/logs"]
+        command += ["--tee=3", *job.options, *job.program]
+        if self._fault is Fault.DISK_FULL:
+            mount = f'mount -t tmpfs -o size={_DISK} tmpfs "$0" && exec "$@"'
+            command = [*_apart(), "sh", "-c", mount, f"{self._directory}/logs", *command]
+        own = {"TMPDIR": f"{self._directory}/tmp", _MARK: self._mark, "HOLDFAST_HOST_NAME": f"node{number}"}
+        with self.output.open("ab") as output:
+            self._agents.append(
+                subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=self._work,
+                    env={**os.environ, **own}, start_new_session=True, preexec_fn=_end_with_parent,
+                )
+            )  # fmt: skip
+
+    @property
+    def _run_id(self) -> str:
+        return f"rehearsal-{self._mark}-{self._starts}"
+
+    def _exit_code(self) -> int | None:
+        """Of the run, once all agents have ended but for those that were lost on purpose."""
+        if self._again_at is not None:
+            return None
+        codes = [agent.poll() for agent in self._agents if agent.pid not in self._replaced]
+        if None in codes:
+            return None
+        return next((128 - code if code < 0 else code for code in codes if code), 0)
+
+    def _end_all(self) -> None:
+        for agent in self._agents:
+            if agent.poll() is None:
+                agent.terminate()
+        deadline = time.monotonic() + _PATIENCE_S
+        for agent in self._agents:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(max(0.0, deadline - time.monotonic()))
+            if agent.poll() is None:
+                agent.kill()
+                agent.wait()
+        while coordinators := [*self._coordinators()]:  # One waits for nodes that may come back.
+            for pid in coordinators:
+                _send(pid, signal.SIGKILL)
+            time.sleep(_LOOK_AGAIN_S)
+
+    # The fault.
+
+    def _is_time(self, began: float, undisturbed: Seen | None) -> bool:
+        """By steps if the job reports them, else by time: somewhere in the middle third of the job."""
+        if undisturbed is None or self._struck_at is not None or not self._workers():
+            return False
+        if undisturbed.last_step:
+            return max(self._steps.values(), default=0) >= self._share * undisturbed.last_step
+        return time.monotonic() - began >= self._share * undisturbed.seconds
+
+    def _strike(self) -> None:
+        self._struck_at = time.monotonic()
+        self._step_before = max(self._steps.values(), default=None)
+        pids = [worker.pid for worker in self._workers() if worker.pid]
+        match self._fault:
+            case Fault.WORKER_KILLED:
+                _send(self._random.choice(pids), signal.SIGKILL)
+            case Fault.WORKER_FROZEN:
+                _send(self._random.choice(pids), signal.SIGSTOP)
+            case Fault.NODE_LOST:
+                self._lose(self._agents[-1])
+            case Fault.COORDINATOR_LOST:
+                for pid in self._coordinators():
+                    _send(pid, signal.SIGKILL)
+            case Fault.DISK_FULL:
+                for agent in self._agents:
+                    _fill(Path(f"/proc/{agent.pid}/root{self._directory}/logs/filling"))
+            case Fault.NEW_START:
+                for agent in self._agents:
+                    agent.terminate()
+                    self._replaced.add(agent.pid)
+                self._again_at = self._struck_at
+
+    def _lose(self, agent: subprocess.Popen[bytes]) -> None:
+        agent.kill()
+        self._replaced.add(agent.pid)
+        self._again_at = time.monotonic() + _REPLACED_AFTER_S
+
+    def _replace(self) -> None:
+        if self._fault is Fault.NODE_LOST:
+            self._start()
+        elif any(agent.poll() is None for agent in self._agents):
+            self._again_at = time.monotonic() + _LOOK_AGAIN_S  # They are still stopping.
+        else:
+            self._start_all()
+
+    def _coordinators(self) -> Iterator[int]:
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            with contextlib.suppress(OSError):
+                is_ours = f"{_MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if is_ours and b"rendezvous.coordinator.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    yield pid
+
+    # What is seen.
+
+    def _workers(self) -> list[WorkerStatus]:
+        pids = {agent.pid for agent in self._agents}
+        agents = [each.status for each in ask.find(pids=pids)[0]]
+        return [worker for agent in agents for worker in agent.workers if worker.state == "running"]
+
+    def _look(self) -> None:
+        for worker in self._workers():
+            if worker.pid is None or worker.step is None:
+                continue
+            self._steps[worker.pid] = worker.step
+            if self._struck_at is None:
+                self._before.add(worker.pid)
+                continue
+            is_new = worker.pid not in self._before
+            if is_new and self._first_again is None:
+                self._first_again = worker.step
+            if worker.step > (self._step_before or 0):
+                self._further_at.setdefault(is_new, time.monotonic())
+
+    def _steps_again(self) -> int | None:
+        if self._struck_at is None or self._first_again is None or self._step_before is None:
+            return None
+        return max(0, self._step_before - self._first_again + 1)
+
+    def _since_fault(self, at: float | None) -> float | None:
+        return None if at is None or self._struck_at is None else at - self._struck_at
+
+    def _phases(self) -> tuple[float | None, float | None]:
+        """When a node has noticed the fault, and when workers ran again."""
+        struck_at = self._struck_at
+        if struck_at is None:
+            return None, None
+        after = sorted((each["monotonic"], each["event"]) for each in self._events() if each["monotonic"] > struck_at)
+        noticed = next((at for at, event in after if event in _OVER), None)
+        began = next((at for at, event in after if event == "started" and (noticed is None or at > noticed)), None)
+        return self._since_fault(noticed), self._since_fault(began)
+
+    def _told_steps(self) -> Iterator[int]:
+        """The agents tell the last steps of workers that have ended."""
+        for event in self._events():
+            if event["event"] == "progress":
+                yield from (each["step"] for each in event["workers"] if each["step"] is not None)
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        for path in self._directory.glob("events-*.jsonl"):
+            for line in path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    """In the agent, before it is executed: it gets SIGTERM when this process is killed."""
+    _libc.prctl(1, signal.SIGTERM, 0, 0, 0)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _fill(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.write_bytes(bytes(1 << 20))
+
+
+def words_of(expected: Expected, undisturbed: Seen) -> str:
+    """What of a trial is compared with the undisturbed run."""
+    named: Sequence[str] = [*expected.files, *([f"the last line with {expected.output!r}"] if expected.output else [])]
+    steps = ["the last step"] if undisturbed.last_step is not None else []
+    return ", ".join([*named, *steps]) or "the exit code alone (see --expect-file and --expect-output)"

@@ -1,0 +1,83 @@
+"""`holdfast rehearse` does to a real job what it says, and notices a job that does not come back to the same result."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import support
+from tests.e2e.command import COMMAND, Ended, Holdfast
+from tests.promises import promise, proves
+
+JOB = str(Path(__file__).parents[2] / "examples" / "rehearse" / "train.py")
+RESULTS = ("--expect-file=result-0.json", "--expect-file=result-1.json")
+
+
+def rehearse(holdfast: Holdfast, *words: str) -> Ended:
+    return holdfast.run(*words, command=(COMMAND, "rehearse"), deadline_s=200)
+
+
+@promise("""rehearse.faults: `holdfast rehearse` runs a job once undisturbed and once for each fault, says for each how
+    long it took to be noticed, to run again and to be further than before, and compares the results. It ends with 0
+    only if every fault was survived.""")
+def test_a_job_that_keeps_its_place_survives(holdfast: Holdfast) -> None:
+    ended = rehearse(holdfast, "--nproc-per-node=2", "--max-restarts=3", *RESULTS, "--json", JOB)
+    assert ended.code == 0, ended
+    trials = {each["fault"]: each for each in json.loads(ended.out)["trials"]}
+    killed = trials["a worker is killed"]
+    assert killed["state"] == "survived"
+    assert killed["seen"]["noticed_s"] <= killed["seen"]["running_s"] <= killed["seen"]["further_s"]
+    assert trials["a stop and a new start"]["state"] == "survived"
+    assert {each["state"] for each in trials.values() if "node" in each["fault"]} == {"not covered"}
+
+
+@proves("rehearse.faults")
+def test_a_job_that_begins_anew_with_another_result_does_not(holdfast: Holdfast) -> None:
+    script = holdfast.script(
+        """
+        import os, time, holdfast
+        for step in range(40):
+            time.sleep(0.05)
+            holdfast.progress(step)
+        print("result", os.environ["HOLDFAST_ROUND"])
+        """
+    )
+    ended = rehearse(holdfast, "--max-restarts=1", "--expect-output=result", script)
+    assert ended.code == 1, ended
+    assert "a worker is killed: the result is not that of the undisturbed run" in ended.lines
+    assert re.search(r"^\d faults? not survived; compared: the last line with 'result'", ended.out, re.MULTILINE)
+
+
+@proves("rehearse.faults")
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--rdzv-id=job7", JOB), "--rdzv-id: a rehearsal never touches a real run; leave the option out"),
+        (("--hosts=a,b", JOB), "--hosts: a rehearsal decides that; leave the option out"),
+        ((), "a script to run is required"),
+        (("--seed=x", JOB), "--seed"),
+    ],
+)
+def test_wrong_words(holdfast: Holdfast, words: tuple[str, ...], problem: str) -> None:
+    ended = rehearse(holdfast, *words)
+    assert ended.code == 2
+    assert problem in ended.last
+
+
+@proves("rehearse.faults")
+def test_a_job_of_several_nodes_survives_every_fault(holdfast: Holdfast) -> None:
+    support.leave_to_test_all("a rehearsal of two nodes with every fault")
+    options = ("--nnodes=2", "--max-restarts=3", "--hang-timeout=3s", *RESULTS)
+    ended = rehearse(holdfast, *options, JOB)
+    assert ended.code == 0, ended
+    assert "all 6 faults survived" in ended.out
+
+
+def test_a_job_that_fails_undisturbed_shows_its_output(holdfast: Holdfast) -> None:
+    ended = rehearse(holdfast, holdfast.script("raise SystemExit('no data')"))
+    assert ended.code == 1
+    assert "undisturbed: the run ended with exit code 1" in ended.lines
+    assert "no data" in ended.err
