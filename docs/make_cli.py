@@ -17,6 +17,7 @@ from holdfast.cli import (
     doctor,
     logs,
     rehearse,
+    snapshots,
     stacks,
     status,
     stop,
@@ -129,7 +130,22 @@ def document() -> str:
     parsers = [
         each.get_parser
         for each in (
-            *(adopt, rehearse, coordinator, token, status, top, dashboard, logs, stop, stacks, warm, doctor, bundle),
+            *(
+                adopt,
+                rehearse,
+                coordinator,
+                token,
+                status,
+                top,
+                dashboard,
+                logs,
+                stop,
+                stacks,
+                snapshots,
+                warm,
+                doctor,
+                bundle,
+            ),
         )
     ]
     engines = (submit.get_submit_parser, submit.get_render_parser)
