@@ -702,9 +702,6 @@ class OneStepForAll(Checker):
         self._committed: set[tuple[SnapshotId, int]] = set()
         self._loaded: dict[tuple[int, int], SnapshotId | None] = {}
 
-    def data_lost(self) -> None:
-        self._loaded.clear()
-
     def snapshots_held(self, node: str, held: tuple[Held, ...]) -> None:
         self._held[node] = held
 
@@ -712,6 +709,7 @@ class OneStepForAll(Checker):
         self._committed.add((snapshot, rank))
 
     def world_sealed(self, world: World) -> None:
+        self._loaded.pop(world.order, None)  # Where the memory was lost, another world may have had the number.
         members = [self._member(facts) for _, facts in sorted(world.members.items())]
         if (expected := newest_loadable(members)) != (found := _snapshot_of(world.template)):
             self.object(f"round {world.round} loads {found}, its members could load {expected}")
