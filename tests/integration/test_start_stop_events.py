@@ -18,7 +18,7 @@ from holdfast import loop
 from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState, local_workers
 from holdfast.failures.records import Failure
 from holdfast.process import DefaultLogsSpecs, start_processes
-from holdfast.process.spawner import client, guard
+from holdfast.process.spawner import guard
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers import ladder
@@ -270,7 +270,7 @@ def test_a_worker_that_stops_its_spawner_is_heard_of(method: str, caplog: pytest
 def test_a_spawner_that_is_stopped_all_the_time_is_killed_with_its_workers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_STANDSTILL_S", 0.1)
+    monkeypatch.setattr(guard, "_STANDSTILL_S", 0.1)
     context = start_processes("t", stop_it_all_the_time, {0: (), 1: ()}, {0: {}, 1: {}}, DefaultLogsSpecs("/dev/null"))
     ended = context.wait(PROMPTLY_S)
     assert ended is not None
