@@ -63,6 +63,14 @@ MEASURES = (
         "done. The plot shows the run with the median time. Memory is PSS, after the first all-reduce.",
     ),
     Measure(
+        "snapshots", "State after a failure", snapshots.measure_snapshots, 3,
+        "Workers with torch and a state of their own, an all-reduce in each step. One is killed, and the time ends "
+        "when the step after the failed one is done on all ranks. holdfast has `--preload torch`, and its workers save "
+        "a snapshot after each step. torchrun's write a checkpoint after every tenth step with `torch.save`, without "
+        "flushing it to the disk, and read it from the page cache. The time of a save is the median of ten, after the "
+        "two that allocate memory, over a copy of the same tensors to memory that is there.",
+    ),
+    Measure(
         "kept", "The second start", warm.measure_kept, 5,
         "The same workers, which import torch, initialise gloo, all-reduce one number and end. With `--preload-keep "
         "10m` an earlier run has left the process from which they are forked.",
@@ -72,14 +80,6 @@ MEASURES = (
         "A DDP script on gloo with model, optimizer and DataLoader. The last rank fails after the first step of the "
         "optimizer; the time until the slowest rank of the next attempt has made its first step. With `--preload "
         "torch`, the failure comes when holdfast says that it has preloaded what the workers import.",
-    ),
-    Measure(
-        "snapshots", "State after a failure", snapshots.measure_snapshots, 3,
-        "Workers with torch and a state of their own, an all-reduce in each step. One is killed, and the time ends "
-        "when the step after the failed one is done on all ranks. holdfast has `--preload torch`, and its workers save "
-        "a snapshot after each step. torchrun's write a checkpoint after every tenth step with `torch.save`, without "
-        "flushing it to the disk, and read it from the page cache. The time of a save is the median of ten, after the "
-        "two that allocate memory, over a copy of the same tensors to memory that is there.",
     ),
     Measure(
         "restart", "Restart of a trivial script", restart.measure_restart, 5,

@@ -49,7 +49,7 @@ def main() -> None:
         optimizer.step()
         with snapshots.save(step) as out:
             out["training"] = state_of(model, optimizer)
-        holdfast.progress(step, STEPS)
+        holdfast.progress(step)
     if rank == 0:
         weights = torch.cat([each.detach().flatten() for each in model.parameters()])
         print(f"step {STEPS - 1}: the weights add up to {weights.double().sum().item():.12f}", flush=True)

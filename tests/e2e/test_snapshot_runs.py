@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from tests import support
@@ -110,6 +111,7 @@ def kill_some(training: Training, attempt: int, chance: random.Random) -> None:
     "snapshots.nothing-is-lost: A training whose workers are killed at any time ends with exactly the weights and the "
     "samples of one that nothing disturbed, and no step that all ranks have saved is computed again (DDP, FSDP, JAX)."
 )
+@pytest.mark.timeout(1500)  # Fifty restarts on a busy machine.
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "numpy", "jax"])
 def test_a_training_that_is_killed_ends_as_if_nothing_had_happened(kind: str, tmp_path: Path) -> None:
     support.need_module({"ddp": "torch", "fsdp": "torch"}.get(kind, kind))
@@ -132,6 +134,22 @@ def test_a_training_that_is_killed_ends_as_if_nothing_had_happened(kind: str, tm
                 known = [max((line.step for line in lines if line.what == "begin"), default=-1) for lines in before]
                 assert first > min(saved), (before, after)
                 assert first >= max(known) - 1  # One is in flight, and a rank may have begun the one after it.
+
+
+def test_without_its_spawner_a_node_begins_anew_and_ends_the_same(tmp_path: Path) -> None:
+    """The slots go with the spawner, so no rank may load one."""
+    with started("numpy", 60, tmp_path / "whole") as whole:
+        expected = whole.finish().result()
+    with started("numpy", 60, tmp_path / "killed", restarts=1) as killed:
+
+        def spawner() -> int:
+            lines = killed.of_attempt(0)
+            has_saved = all(any(line.what == "saved" for line in each) for each in lines)
+            return psutil.Process(lines[0][0].pid).ppid() if has_saved else 0
+
+        os.kill(support.wait_until(spawner, "they have saved", 3 * support.DEADLINE_S, killed.said), signal.SIGKILL)
+        assert killed.finish().result() == expected
+        assert {lines[1].step for lines in killed.of_attempt(1)} == {0}
 
 
 @proves("snapshots.memory-limit")

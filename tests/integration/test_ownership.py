@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from holdfast.process import DefaultLogsSpecs, start_processes
-from holdfast.process.spawner import guard
+from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.workers import ladder
 from holdfast.rendezvous.coordinator import launch as coordinator_launch
@@ -285,7 +285,7 @@ def test_a_spawner_that_does_not_answer_is_killed_with_everything_it_owns(
     mailbox: support.Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ladder, "ANSWER_PATIENCE_S", 1.0)
-    monkeypatch.setattr(guard, "_STANDSTILL_S", 600.0)
+    monkeypatch.setattr(client, "_STANDSTILL_S", 600.0)
     args = {rank: (WORKER, str(mailbox), "--start", KINDS) for rank in range(2)}
     envs: dict[int, dict[str, str]] = {0: {}, 1: {}}
     context = start_processes("t", sys.executable, args, envs, DefaultLogsSpecs("/dev/null"))

@@ -18,7 +18,7 @@ from holdfast import loop
 from holdfast.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState, local_workers
 from holdfast.failures.records import Failure
 from holdfast.process import DefaultLogsSpecs, start_processes
-from holdfast.process.spawner import guard
+from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers import ladder
@@ -223,7 +223,7 @@ def short_answer(monkeypatch: pytest.MonkeyPatch) -> float:
 @proves("ownership.starting-stopping-never-block")
 def test_a_stopped_spawner_does_not_hold_up_a_stop(short_answer: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its socket is full: the orders have not even been sent."""
-    monkeypatch.setattr(guard, "_STANDSTILL_S", 600.0)
+    monkeypatch.setattr(client, "_STANDSTILL_S", 600.0)
     link = SpawnerLink.launch()
     support.halt(link._pid)
     while not link.unsent_fds():
@@ -270,7 +270,7 @@ def test_a_worker_that_stops_its_spawner_is_heard_of(method: str, caplog: pytest
 def test_a_spawner_that_is_stopped_all_the_time_is_killed_with_its_workers(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_STANDSTILL_S", 0.1)
+    monkeypatch.setattr(client, "_STANDSTILL_S", 0.1)
     context = start_processes("t", stop_it_all_the_time, {0: (), 1: ()}, {0: {}, 1: {}}, DefaultLogsSpecs("/dev/null"))
     ended = context.wait(PROMPTLY_S)
     assert ended is not None
@@ -290,7 +290,7 @@ def test_a_spawner_that_is_continued_in_time_is_left_alone(caplog: pytest.LogCap
     spawner = support.spawner_of(context.pids()[0])
     support.halt(spawner)
     os.kill(spawner, signal.SIGCONT)
-    context.wait(2 * guard._STANDSTILL_S)
+    context.wait(2 * client._STANDSTILL_S)
     context.close(signal.SIGKILL, 0)
     assert caplog.records == []
 

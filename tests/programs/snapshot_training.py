@@ -129,7 +129,7 @@ def main() -> None:
         with snapshots.save(number) as out:
             out["training"] = state()
         note("saved", number)
-        holdfast.progress(number, STEPS)
+        holdfast.progress(number)
     note("weights", digest(weights()))
 
 

@@ -510,6 +510,9 @@ class LocalWorkers(Workers):
         if isinstance(self._spec.logs_specs, DefaultLogsSpecs):
             self._spec.logs_specs.remove_if_unused(keep_errors=self._group.state is WorkerState.FAILED)
 
+    def when_gone(self, tell: Callable[[], None]) -> None:
+        self._tell_gone = tell
+
     def _let_go(self, link: SpawnerLink, *, is_well: bool) -> None:
         """Of the spawner: it ends, or stays for the next run, if the user wants that and this one has ended well."""
         keep_s, modules = self._spec.preload_keep_s, self._spec.preload
@@ -529,9 +532,6 @@ class LocalWorkers(Workers):
         elif keep_s is not None:
             names, time_text = ", ".join(modules), text.duration(keep_s)
             logger.info("%s stays preloaded for %s (process %d); see `holdfast warm`", names, time_text, link.pid)
-
-    def when_gone(self, tell: Callable[[], None]) -> None:
-        self._tell_gone = tell
 
     def _stop_watching(self) -> None:
         if self._hangs is not None:

@@ -204,7 +204,7 @@ class SnapshotTransfers:
         match report:
             case ("held", _, step, _):
                 self._tell(changed(self._steps, newest=step))
-            case ("kept", snapshot) if snapshot[:2] == (self._place.term, self._place.round):
+            case ("kept_step", snapshot) if snapshot[:2] == (self._place.term, self._place.round):
                 self._kept = snapshot
                 self._tell(changed(self._steps, kept=snapshot[2]))
             case ("transferred", number, _, snapshot, problems):

@@ -27,8 +27,8 @@ COMMANDS = {
     "logs": ("holdfast.cli.logs:main", "show or follow the log files of a run's workers"),
     "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
-    "warm": ("holdfast.cli.warm:main", "keep modules in memory, so that the next runs start at once"),
     "snapshots": ("holdfast.cli.snapshots:main", "list the snapshots of a run, or write them as files"),
+    "warm": ("holdfast.cli.warm:main", "keep modules in memory, so that the next runs start at once"),
     "doctor": ("holdfast.cli.doctor:main", "check this host and the way to a coordinator"),
     "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),
 }

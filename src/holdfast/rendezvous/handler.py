@@ -30,7 +30,7 @@ from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.membership import keys, model, node, protocol, snapshots
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-from holdfast.rendezvous.settings import MAKE_TOKEN, NodeSettings
+from holdfast.rendezvous.settings import NodeSettings
 from holdfast.wire_types import MAX_NAME
 
 logger = Logger(__name__)
@@ -150,8 +150,6 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     ) -> None:  # fmt: skip
         if len(role) > protocol.MAX_ROLE:
             raise UserError(f"a role has at most {protocol.MAX_ROLE} characters, not {len(role)}")
-        if self._options.snapshot_copies and self._options.token is None and self._options.max_nodes > 1:
-            raise UserError(f"--snapshot-copies needs a token, because nodes take copies from each other: {MAKE_TOKEN}")
         self._policy, self._script = policy, script
         grace_s, stop_margin_s = min(grace_s, _LONGEST_GRACE_S), min(stop_margin_s, _LONGEST_MARGIN_S)
         own = replace(self._facts, role=role, local_world_size=local_world_size)

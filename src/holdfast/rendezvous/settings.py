@@ -34,7 +34,7 @@ logger = Logger(__name__)
 MIN_TOKEN_BYTES = 16
 PASSWORD_VARIABLE = "HOLDFAST_ETCD_PASSWORD"
 _MAX_SECRET_BYTES = 1 << 16
-MAKE_TOKEN = "make one with `holdfast token > FILE` and give every node --token-file FILE"
+_MAKE_TOKEN = "make one with `holdfast token > FILE` and give every node --token-file FILE"
 _LOCATE_AFTER_S = 2.0  # On etcd: after so long without an answer a node looks for another coordinator.
 
 # These have their own options; as a setting they would be a second, contradicting source.
@@ -318,7 +318,7 @@ def read(params: api.RendezvousParameters) -> NodeSettings:
     values |= _for_etcd(params.endpoint, values) if "leader_lease" in rows else {"coordinator_port": 0}
     values["token"] = read_token(values["token_file"], is_required=values["require_token"])
     if values["snapshot_copies"] and values["token"] is None:
-        raise UserError(f"--snapshot-copies needs a token, which nodes prove to each other: {MAKE_TOKEN}")
+        raise UserError(f"--snapshot-copies needs a token, which nodes prove to each other: {_MAKE_TOKEN}")
     values |= {"min_nodes": params.min_nodes, "max_nodes": params.max_nodes, "local_addr": params.local_addr}
     named = {rows[name].field if name in rows else name: value for name, value in values.items()}
     return NodeSettings(**{each.name: named[each.name] for each in fields(NodeSettings) if each.name in named})
@@ -403,17 +403,17 @@ def read_token(path: str, *, is_required: bool = False) -> bytes | None:
         raise UserError(f"the token in {where} has {len(token)} bytes, at least {MIN_TOKEN_BYTES} are needed; make one "
                         "with: holdfast token > FILE")  # fmt: skip
     if is_required and not token:
-        raise UserError(f"--require-token, but there is no token: {MAKE_TOKEN}")
+        raise UserError(f"--require-token, but there is no token: {_MAKE_TOKEN}")
     return token or None
 
 
 def warn_of_token(token: bytes | None, address: str = "127.0.0.1") -> None:
     """`address` is where a coordinator listens, or a node is reached."""
     if token is None and not is_loopback(address):
-        logger.warning("no token: every host that can reach %s can join or disturb this run; %s", address, MAKE_TOKEN)
+        logger.warning("no token: every host that can reach %s can join or disturb this run; %s", address, _MAKE_TOKEN)
     elif token is not None and not keys.is_made(token):
         logger.warning("the token was not made by `holdfast token`, or was damaged: a made-up token can be guessed "
-                       "offline, from one handshake; %s", MAKE_TOKEN)  # fmt: skip
+                       "offline, from one handshake; %s", _MAKE_TOKEN)  # fmt: skip
 
 
 def read_secret(what: str, path: str) -> str:

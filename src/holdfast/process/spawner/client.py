@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
 
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
 from holdfast.log import Logger
 from holdfast.process import adoption
-from holdfast.process.spawner import guard
+from holdfast.process.spawner import snapshot_link
 from holdfast.process.spawner.wire import Channel, Lease, channel_pair, memory_file
 
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", REPORT_FILE_VARIABLE.en
 # As a rule these say in which file the token is, which the program may use, too.
 _SECRETS_OR_PATHS = (b"KUBEFLOW_TRAINER_SERVER_TOKEN", b"KUBEFLOW_TRAINER_STATUS_TOKEN")
 
+# How long the spawner may be stopped. A scheduler that suspends a job stops the agent within this time, too.
+_STANDSTILL_S = 1.0
+# A spawner that was stopped again within this time after it was continued, so many times, is killed.
+_RELAPSE_S = 10.0
+_MOST_RELAPSES = 3
+
 # Hold this while opening descriptors for a child. A fork copies every open descriptor. One made by another thread at
 # the wrong moment would keep a second copy of a worker's output or of a spawner's socket, and their ends would not be
 # seen. In a forked child the thread that held it does not exist.
@@ -48,7 +54,7 @@ starting = threading.RLock()
 os.register_at_fork(after_in_child=starting._at_fork_reinit)  # type: ignore[attr-defined]  # As concurrent.futures does.
 
 
-class SpawnerLink:
+class SpawnerLink(snapshot_link.SnapshotLink):
     """One spawner process. Not thread-safe; belongs to the one loop that decides."""
 
     def __init__(self, channel: Channel, pid: int, token: str) -> None:
@@ -68,16 +74,7 @@ class SpawnerLink:
         self._kept: Literal[True] | str | None = None  # The answer to `keep`.
         self._is_gone = threading.Event()
         self._is_guarded = False
-        # What the workers have saved: snapshots with ranges of ranks, the step that a restart would load, since when,
-        # and how many bytes all slots have.
-        self.held: list[tuple[Any, ...]] = []
-        self.common_step: int | None = None
-        self.common_at = 0.0
-        self.snapshot_bytes = 0
-        self.hear_of_snapshots: Callable[[Message], None] = lambda report: None
-        self.has_peers = False  # The spawner knows how to move slots.
-        # All parts in memory: snapshot, rank, bytes, whether the rank is of this node, and since when it is known.
-        self.parts: list[tuple[Any, ...]] = []
+        super().__init__()
 
     @classmethod
     def launch(cls) -> SpawnerLink:
@@ -155,15 +152,15 @@ class SpawnerLink:
     def fileno(self) -> int:
         return self._channel.fileno()
 
+    @property
+    def is_gone(self) -> bool:
+        return self._is_gone.is_set()
+
     def suits(self, modules: tuple[str, ...]) -> bool:
         """Whether it was not kept for other modules, or for another environment."""
         from holdfast.process.spawner import kept
 
         return self.kept_for is None or (self.kept_for == modules and self._digest == kept.digest())
-
-    @property
-    def is_gone(self) -> bool:
-        return self._is_gone.is_set()
 
     def is_idle(self) -> bool:
         """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""
@@ -177,11 +174,11 @@ class SpawnerLink:
         if not self._is_guarded:
             self._is_guarded = True
             # It does not get the link, so that a link that is dropped can be collected.
-            thread = threading.Thread(
-                target=guard.keep_going, args=(self._pid, self._is_gone), name="holdfast-spawner", daemon=True
+            guard = threading.Thread(
+                target=_keep_going, args=(self._pid, self._is_gone), name="holdfast-spawner", daemon=True
             )
             with contextlib.suppress(RuntimeError):  # No thread is to be had in a process at its limit.
-                thread.start()
+                guard.start()
 
     def preload(self, wanted: Wanted, bytecode: bytes, imports_fd: int | None = None) -> None:
         """Have a template ready to fork warm workers from. Until `is_preloading` ends nothing should be started. The
@@ -254,15 +251,6 @@ class SpawnerLink:
         """Torch's store of the next round, at a listening socket, which becomes the link's to close."""
         self._channel.send(("store",), (listener_fd,))
 
-    def begin_snapshots(self, *round: Any) -> None:
-        """Workers that are started from now on may save: how many bytes together, and the round as the ledger of the
-        slots wants it (`snapshots.slots`)."""
-        self._channel.send(("snapshots", "begin", *round))
-
-    def order_of_snapshots(self, *order: Any, fds: tuple[int, ...] = ()) -> None:
-        """See `snapshots`. The descriptors become the link's to close."""
-        self._channel.send(("snapshots", *order), fds)
-
     def kill_all(self) -> None:
         self._channel.send(("kill",))
 
@@ -277,22 +265,12 @@ class SpawnerLink:
             if report[0] in _OF_TEMPLATES:
                 self._hear_of_template(report)
                 continue
+            if report[0] in snapshot_link.REPORTS:
+                self.note_snapshots(report)
+                continue
             match report:
                 case ("store" | "warn", line):
                     logger.warning("%s", line)
-                    continue
-                case ("held", held, step, used):
-                    if step != self.common_step:
-                        self.common_at = time.monotonic()
-                    self.held, self.common_step, self.snapshot_bytes = held, step, used
-                    self.hear_of_snapshots(report)
-                    continue
-                case ("parts", parts):
-                    at = {(snapshot, rank): at for snapshot, rank, _, _, at in self.parts}
-                    self.parts = [(*part, at.get(part[:2], time.monotonic())) for part in parts]
-                    continue
-                case ("kept" | "transferred", *_):
-                    self.hear_of_snapshots(report)
                     continue
                 case ("started", _, pid):
                     self._sessions.add(pid)
@@ -319,7 +297,7 @@ class SpawnerLink:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
         self._is_gone.set()
         self._is_warming = self._is_learning = False
-        self.held, self.parts, self.common_step, self.snapshot_bytes = [], [], None, 0
+        self.forget_snapshots()
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)
@@ -373,6 +351,43 @@ class SpawnerLink:
         if not self._is_gone.is_set():
             procfs.kill(self._pid)
             self._lose()
+
+
+def _keep_going(pid: int, is_gone: threading.Event) -> None:
+    """Keeps the spawner from standing still, in a thread.
+
+    A worker of the same user can stop it (SIGSTOP). Then no end of a worker is reported, and no lease enforced. The
+    kernel reports that to the parent, and this thread waits for it. A spawner that is stopped is continued; one that is
+    stopped again and again is killed, and everything that it owns goes with it.
+    """
+
+    relapses, continued_at = 0, -_RELAPSE_S
+    with contextlib.suppress(ChildProcessError):  # It was reaped.
+        while _is_stopped(pid, 0, is_gone) and not is_gone.wait(_STANDSTILL_S):
+            if not _is_stopped(pid, os.WNOHANG, is_gone):
+                continue
+            relapses = relapses + 1 if time.monotonic() < continued_at + _RELAPSE_S else 0
+            continued_at = time.monotonic()
+            if relapses >= _MOST_RELAPSES:
+                number, text = signal.SIGKILL, "is stopped again and again by a signal; it is killed with all workers"
+            else:
+                number, text = signal.SIGCONT, "was stopped by a signal; it is continued"
+            logger.warning("the spawner (process %d) %s", pid, text)
+            procfs.kill(pid, number)
+
+
+def _is_stopped(pid: int, flags: int, is_gone: threading.Event) -> bool:
+    """Waits until it is stopped or has ended, unless the flags say otherwise. Its end stays for others to reap. Of a
+    spawner that an earlier run has kept the kernel reports nothing here, so it is looked at."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT | flags)
+        return found is not None and found.si_code == os.CLD_STOPPED
+    except ChildProcessError:
+        while procfs.state(pid) not in ("", "T") and not flags and not is_gone.wait(_STANDSTILL_S):
+            pass
+        if procfs.state(pid) == "" or is_gone.is_set():
+            raise
+        return procfs.state(pid) == "T"
 
 
 _early: list[SpawnerLink] = []

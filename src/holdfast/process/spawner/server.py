@@ -33,7 +33,7 @@ and reports:
     kept() or unkept(reason)                             the answer to `keep`
     store(line), warn(line)                              what the process of the store, or the spawner, has to say
     held(snapshots, step, bytes), parts(parts)           what the workers have saved, and where the rest came from
-    kept(snapshot), transferred(number, kind, ...)       as it was asked for
+    kept_step(snapshot), transferred(number, ...)        as it was asked for
 
 The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the
 error for which it does not run. The loop polls that pipe with everything else, so an exec that hangs (on a dead mount)
@@ -211,6 +211,9 @@ class Spawner:
             case ("learn", names, is_slow):
                 self._template_owner().learn(names, is_slow, time.monotonic())
             case ("keep", *order):
+                if self._snapshots is not None:
+                    self._snapshots.end()
+                    self._snapshots = None
                 self._keep_order = tuple(order)
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
             case ("store",):
@@ -363,9 +366,6 @@ class Spawner:
             self._channel.send(("unkept", "processes of the run are left" if left else "there is no template"))
             return
         self._drop_store()
-        if self._snapshots is not None:
-            self._snapshots.close()
-            self._snapshots = None
         self._lease.drop()
         for fd in self._agent:
             self._poller.unregister(fd)
@@ -490,23 +490,23 @@ class Spawner:
             return
         self._sweep_deadline = None
         self._unburied = []
-        order, self._keep_order = self._keep_order, None
         if self._snapshots is not None:
             self._snapshots.settle()
+        order, self._keep_order = self._keep_order, None
         if order is not None:
             self._settle_down(order, left)
         else:
             self._channel.send(("swept", [(pid, procfs.state(pid) or "gone") for pid in left]))
 
     def _kill_all(self) -> list[int]:
-        """Kill whatever is below us, and return what that was. Templates that are not forking workers are spared, and
-        so is the transfer process. A template that is being forked is known by its mark alone."""
-        spared: list[int] = [] if self._snapshots is None else [self._snapshots.transfer_pid]
-        spares_templates = self._templates is not None and all(worker.id < 0 for worker in self._forking)
-        if self._templates is not None and spares_templates:
-            spared += [each.pid for each in self._templates.all]
-        pids = [pid for pid in procfs.descendants_of(self._pid) if pid not in spared]
-        if spares_templates and self._forking:
+        """Kill whatever is below us, and return what that was. The transfer process is spared; so are templates that
+        are not forking workers. One that is being forked is known by its mark alone."""
+        spared: list[int] = []
+        if self._templates is not None and all(worker.id < 0 for worker in self._forking):
+            spared = [each.pid for each in self._templates.all]
+        transfer_pid = self._snapshots.transfer_pid if self._snapshots is not None else 0
+        pids = [pid for pid in procfs.descendants_of(self._pid) if pid not in (*spared, transfer_pid)]
+        if spared and self._forking:
             pids = [pid for pid in pids if not procfs.mark_of(pid).endswith(_TEMPLATE_MARK)]
         for pid in pids:
             procfs.kill(pid)

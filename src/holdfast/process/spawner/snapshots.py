@@ -45,8 +45,9 @@ class Snapshots:
     """Of all rounds of this spawner. `settle` is for the transfer process (`transfers`). The agent orders:
 
     begin(bytes, term, round, world size, ...)       a new round
-    keep(step, retained)                             say `kept` when there is a common snapshot from that step on. What
-                                                     was kept or copied before can go, but for the retained
+    keep(step, retained)                             say `kept_step` when a common snapshot has that step, or a later
+                                                     one. What was kept or copied before can go, but for the
+                                                     retained
     retain(retained)                                 the same without a step
     complete(step, retained)                         the same; all nodes have stored that step
     peers(key, bandwidth, directory)                 slots can be moved from now on; with the socket at which other
@@ -57,7 +58,7 @@ class Snapshots:
 
     held(snapshots with ranges of ranks, step that a restart would load or None, bytes of all slots)
     parts([(snapshot, rank, bytes, whether it is of this node's ranks)...])
-    kept(snapshot), warn(line)
+    kept_step(snapshot), warn(line)
     transferred(number, kind, snapshot, problems)
     """
 
@@ -144,16 +145,6 @@ class Snapshots:
     def fds(self) -> list[int]:
         return [*self._files.values(), *self._lines, *(self._transfers.fds() if self._transfers is not None else [])]
 
-    def close(self) -> None:
-        """The run is over: its slots go, and the transfer process."""
-        for line in [*self._lines.values()]:
-            self._close(line)
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
-        if self._transfers is not None:
-            self._transfers.close()
-
     def duplicate(self, slot: int) -> int:
         """Another descriptor of a slot's memory."""
         return os.dup(self._files[slot])
@@ -179,6 +170,15 @@ class Snapshots:
     def settle(self) -> None:
         """Take what workers have sent before they ended, and tell all that is new."""
         self.hear([*self._lines], is_end=True)
+
+    def end(self) -> None:
+        """The run is over, and the spawner stays for another one: nothing of this one may be left."""
+        for line in [*self._lines.values()]:
+            self._close(line)
+        if self._transfers is not None:
+            self._transfers.end()
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     # Workers.
 
@@ -224,8 +224,8 @@ class Snapshots:
                 case ("drop", slot):
                     if (fd := self._files.pop(slot, -1)) >= 0:
                         os.close(fd)
-                case ("kept", _):
-                    self._tell(action)
+                case ("kept", snapshot):
+                    self._tell(("kept_step", snapshot))
                 case ("give", rank, request, slot, _):
                     if problem := self._failures.pop(slot, ""):
                         self._send(rank, packed(messages.REFUSED, request, text=problem))

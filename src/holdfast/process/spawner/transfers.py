@@ -21,7 +21,6 @@ import os
 import select
 import sys
 
-from holdfast import procfs
 from holdfast.process.spawner.wire import Channel, channel_pair
 from holdfast.snapshots.slots import COPY
 
@@ -109,16 +108,6 @@ class Transfers:
         os.close(self._listener_fd)
         self._listener_fd = -1
 
-    def close(self) -> None:
-        if self._channel is not None:
-            self._poller.unregister(self._channel.fileno())
-            self._channel.close()
-            procfs.kill(self.pid)
-        elif self._listener_fd >= 0:
-            self._poller.unregister(self._listener_fd)
-        if self._listener_fd >= 0:
-            os.close(self._listener_fd)
-
     def _fork(self) -> str:
         """Returns what is wrong, or nothing."""
         ours, theirs = channel_pair()
@@ -169,6 +158,16 @@ class Transfers:
 
     def fds(self) -> list[int]:
         return [self._listener_fd] if self._listener_fd >= 0 else []
+
+    def end(self) -> None:
+        """The run is over. The process is killed with the trees of the workers."""
+        if self._channel is not None:
+            self._poller.unregister(self._channel.fileno())
+            self._channel.close()
+        elif self._listener_fd >= 0:
+            self._poller.unregister(self._listener_fd)
+        for fd in self.fds():
+            os.close(fd)
 
     # What the agent orders.
 

@@ -73,10 +73,9 @@ class GroupSpec:
     the modules of `preload`, unless that takes longer than `preload_timeout_s`. That process stays for `preload_keep_s`
     after a run that ends well. `preload_learns` are the packages whose imports are learned; empty for all, None for
     none. The launcher fills these fields from those of `LaunchConfig` that have the same names. `refusal` says why the
-    group cannot be started here, if that is known before the rendezvous, so that all nodes hear of it. `clean_shm`: see
-    `shared_memory`. `snapshot_memory` is how many bytes the snapshots of this node may have (None: a quarter of its
-    memory), `snapshot_bandwidth` how many bytes a second may be sent to other nodes (0: no limit), and `snapshot_dir`
-    where they are written, if they are.
+    group cannot be started on this node, if that is known before the rendezvous, so that all nodes hear of it.
+    `clean_shm`: see `shared_memory`. `snapshot_memory` is how many bytes the snapshots of this node may have (0: none,
+    None: a quarter of its memory), `snapshot_bandwidth` how many a second are sent to other nodes (0: no limit).
     """
 
     role: str
@@ -103,8 +102,9 @@ class PContext(abc.ABC):
     """A group of processes that start and stop together. `new_group` makes one of a `GroupSpec`, which is the `spec`
     then; a caller that has none gives what users of torchelastic know.
 
-    A `link` to a spawner that is there saves another one. When the `lease` expires the spawner kills the processes. A
-    `watch` notes when they write, `copied` counts what passes the pump. At `store_fd` the spawner serves torch's store.
+    A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner kills
+    the processes. A `watch` notes when they write something, and `copied` counts what passes the pump. At the listening
+    socket `store_fd` the spawner serves torch's store while they live.
     """
 
     def __init__(
