@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from bench import agent, nodes, rendezvous, restart, snapshots, start, store
+from bench import agent, nodes, rendezvous, restart, snapshots, start, store, warm
 from bench import page as pages
 from bench.results import Results, Section
 from bench.sides import end_descendants, environment, own_all_processes
@@ -69,6 +69,17 @@ MEASURES = (
         "a snapshot after each step. torchrun's write a checkpoint after every tenth step with `torch.save`, without "
         "flushing it to the disk, and read it from the page cache. The time of a save is the median of ten, after the "
         "two that allocate memory, over a copy of the same tensors to memory that is there.",
+    ),
+    Measure(
+        "kept", "The second start", warm.measure_kept, 5,
+        "The same workers, which import torch, initialise gloo, all-reduce one number and end. With `--preload-keep "
+        "10m` an earlier run has left the process from which they are forked.",
+    ),
+    Measure(
+        "ddp", "Restart of a training", warm.measure_ddp, 3,
+        "A DDP script on gloo with model, optimizer and DataLoader. The last rank fails after the first step of the "
+        "optimizer; the time until the slowest rank of the next attempt has made its first step. With `--preload "
+        "torch`, the failure comes when holdfast says that it has preloaded what the workers import.",
     ),
     Measure(
         "restart", "Restart of a trivial script", restart.measure_restart, 5,

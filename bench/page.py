@@ -13,8 +13,12 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 PLOTS = "docs/benchmarks"
 _TOP_PLOT = "restart-torch"
 _TOP_TITLE = "Failure to the first all-reduce after it, 4 workers with torch (ms)"
-_NAMES = {"bare": "bare limit", "holdfast preload": "holdfast `--preload torch`"}
-_ORDER = ("holdfast", "holdfast preload", "torchrun", "bare")
+_NAMES = {
+    "bare": "bare limit",
+    "holdfast preload": "holdfast `--preload torch`",
+    "holdfast kept": "holdfast `--preload-keep`",
+}
+_ORDER = ("holdfast", "holdfast preload", "holdfast kept", "torchrun", "bare")
 
 
 def page(results: Results) -> str:

@@ -40,8 +40,10 @@ from bench.sides import (
     started,
 )
 from bench.turns import Turns
+from tests.support import wait_until
 
 SETTLING_S = 0.3
+LEARNED = "preloaded what the workers import"  # holdfast's line.
 RESTART_LIMIT_S = 20.0  # A restart that takes longer counts as failed; each worker adds to it.
 WORKER_LIMIT_S = 5.0
 _START = "Most of it is the last phase: Python starts four times on two cores, for torchrun as well."
@@ -69,6 +71,8 @@ def tell_story(side: Side, nproc: int, kind: str, **env: str) -> Story:
     ):
         workers = marks.wait("ready", 0, nproc, run)
         pids = [mark.pid for mark in workers]
+        if kind == "ddp" and side is PRELOAD:
+            wait_until(lambda: LEARNED in run.last_words(), "the modules that the workers import are learned", 60)
         time.sleep(SETTLING_S)
         story = Story(
             (max(mark.at_ns for mark in workers) - run.began_ns) / NS_PER_MS,

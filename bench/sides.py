@@ -2,6 +2,7 @@
 
     holdfast            holdfast run
     holdfast preload    holdfast run --preload torch: workers are forked from a process that has imported torch
+    holdfast kept       holdfast run --preload torch --preload-keep 10m, after another such run
     torchrun            torchrun
     bare                a shell loop that starts the same processes, and nothing else (workers/bare.sh)
 
@@ -58,6 +59,7 @@ class Side:
 
 HOLDFAST = Side("holdfast", (str(_SCRIPTS / "holdfast"), "run"), "tcp")
 PRELOAD = Side("holdfast preload", (*HOLDFAST.command, "--preload", "torch"), "tcp")
+KEPT = Side("holdfast kept", (*PRELOAD.command, "--preload-keep", "10m"), "tcp")
 TORCHRUN = Side("torchrun", (str(_SCRIPTS / "torchrun"),), "c10d")
 BARE = Side("bare", ("/bin/sh", str(WORKERS / "bare.sh")))
 

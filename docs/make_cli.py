@@ -11,21 +11,25 @@ from collections.abc import Sequence
 
 from holdfast.cli import (
     adopt,
+    attach,
     bundle,
     coordinator,
     dashboard,
     doctor,
     logs,
     rehearse,
+    snapshots,
     stacks,
     status,
     stop,
     submit,
     token,
     top,
+    warm,
 )
 from holdfast.cli.arguments import parser
-from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE, Option
+from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE
+from holdfast.option import Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
 
@@ -127,7 +131,25 @@ def document() -> str:
     examples = "\n\n".join(parser.EXAMPLES)
     parsers = [
         each.get_parser
-        for each in (adopt, rehearse, coordinator, token, status, top, dashboard, logs, stop, stacks, doctor, bundle)
+        for each in (
+            *(
+                adopt,
+                rehearse,
+                coordinator,
+                token,
+                status,
+                top,
+                dashboard,
+                logs,
+                attach,
+                stop,
+                stacks,
+                snapshots,
+                warm,
+                doctor,
+                bundle,
+            ),
+        )
     ]
     engines = (submit.get_submit_parser, submit.get_render_parser)
     pages = [_page(get()) for get in (*engines, *parsers[:4], status.get_ps_parser, *parsers[4:])]

@@ -28,11 +28,21 @@ def main() -> int:
     if sys.argv[1:2] in (["run"], ["adopted-run"]):
         from holdfast.process.spawner import client
 
-        client.launch_early()
+        client.launch_early(_modules_to_preload())
 
     from holdfast.cli import main as command
 
     return command.main(sys.argv[1:])
+
+
+def _modules_to_preload() -> tuple[str, ...]:
+    """As the command line seems to say, before it is read: a spawner that was kept for them saves the start of one. If
+    the command line means something else, another spawner is taken later."""
+    words = [f"--preload={os.environ.get('PET_PRELOAD', '')}", *sys.argv[2:]]
+    values = [word[10:] for word in words if word.startswith("--preload=")]
+    values += [words[at + 1] for at in range(len(words) - 1) if words[at] == "--preload"]
+    has_hosts = any(word.startswith("--host") for word in words)  # Then the workers are elsewhere.
+    return () if has_hosts else tuple(name.strip() for name in values[-1].split(",") if name.strip())
 
 
 def _occupy_standard_streams() -> None:

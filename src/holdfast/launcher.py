@@ -56,8 +56,8 @@ class LaunchConfig:
     `max_restarts` can, and replaces it. `hang_policy` (`holdfast.hangs.policy.HangPolicy`) says when workers count as
     hung; without one, hangs are not detected. At `health_port` (a port or "HOST:PORT"; if None, it is
     `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent answers whether it is alive. `preload` names modules (a text with commas
-    or a sequence) that are imported once, in a process from which the workers are then forked. The fields after it are
-    those of `GroupSpec` and `WorkerSpec`.
+    or a sequence) that are imported once, in a process from which the workers are then forked. `preload_only`: what the
+    workers import besides is not learned. The other fields after it are those of `GroupSpec` and `WorkerSpec`.
     """
 
     min_nodes: int
@@ -89,11 +89,15 @@ class LaunchConfig:
     exit_barrier_timeout: float | None = None
     preload: str | Sequence[str] | None = None
     preload_timeout_s: float = 300.0
+    preload_keep_s: float | None = None
+    preload_only: bool = False
     prefix: str = "auto"
     events_file: str = ""
     on_first_node: Callable[[str], None] | None = None
     clean_shm: bool = False
     snapshot_memory: int | None = None
+    snapshot_dir: str = ""
+    snapshot_bandwidth: int = 0
     refusal: str = ""
 
     def __post_init__(self) -> None:
@@ -204,7 +208,7 @@ def _make_specs(
 
         events.check_destination(config.event_log_handler)
     os.environ[SIGNALS_VARIABLE] = config.signals_to_handle
-    preload = _modules_to_preload(config, entrypoint, args) if config.preload else ()
+    preload = _preloading(config, entrypoint, args)
     spec = WorkerSpec(
         role=config.role,
         local_world_size=int(config.nproc_per_node),
@@ -238,28 +242,39 @@ def _make_specs(
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         prefix=config.prefix,
         refusal=config.refusal,
-        preload=preload,
-        preload_timeout_s=config.preload_timeout_s,
         clean_shm=config.clean_shm,
         snapshot_memory=config.snapshot_memory,
+        snapshot_dir=config.snapshot_dir,
+        snapshot_bandwidth=config.snapshot_bandwidth,
+        **preload,
     )
     return spec, group
 
 
-def _modules_to_preload(
-    config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]
-) -> tuple[str, ...]:
+def _preloading(config: LaunchConfig, entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> dict[str, Any]:
+    """The fields of `GroupSpec` about modules that are imported once."""
+    keep_s = config.preload_keep_s or None
+    if not config.preload:
+        if keep_s:
+            logger.warning("--preload-keep has no effect without --preload")
+        return {}
     from holdfast.process import preload
+    from holdfast.process.spawner import kept
 
     names = preload.module_names(config.preload)
     reason = command.why_not_warm(entrypoint or "", args, config.start_method)
     if reason:
         logger.warning("--preload %s has no effect: %s", ",".join(names), reason)
-        return ()
+        return {}
     modules = preload.resolved(names, entrypoint or "", args)
     if modules != names:
         logger.info("--preload %s: %s", ",".join(names), ", ".join(modules) or "the program imports no such module")
-    return modules
+    if keep_s and (job := kept.batch_job()):
+        logger.warning("--preload-keep has no effect in a batch job (%s is set)", job)
+        keep_s = None
+    learns = None if config.preload_only else () if preload.AUTO in names else modules
+    times = {"preload_timeout_s": config.preload_timeout_s, "preload_keep_s": keep_s}
+    return {"preload": modules, "preload_learns": learns, **times}
 
 
 def _run_to_outcome(agent: LocalElasticAgent, handler: RendezvousHandler | None, config: LaunchConfig) -> RunResult:

@@ -74,6 +74,16 @@ def mark_of(pid: int) -> bytes:
     return next((entry[len(prefix) :] for entry in entries if entry.startswith(prefix)), b"")
 
 
+def close_all_but(kept: list[int]) -> None:
+    """The descriptors of this process, which was just forked."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if int(name) not in kept:
+                os.close(int(name))
+        except OSError:
+            pass  # The one with which the directory was read.
+
+
 def kill(pid: int, number: int = 9) -> None:
     try:
         os.kill(pid, number)
@@ -119,6 +129,12 @@ def io_bytes(pid: int) -> int | None:
         return None if text is None else 0
     counts = dict(line.split(b": ") for line in text.splitlines())
     return int(counts[b"rchar"]) + int(counts[b"wchar"])
+
+
+def memory_bytes(pid: int) -> int:
+    """What the process holds alone, and its part of what it shares. 0 if that is not to be seen."""
+    lines = read_text(f"/proc/{pid}/smaps_rollup").splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
 
 
 def state(pid: int) -> str:

@@ -17,6 +17,11 @@ def size_text(size_bytes: float) -> str:
     return f"{size / 1024:.1f} TiB"
 
 
+def duration(seconds: float) -> str:
+    """`90 s`, `10 min`."""
+    return f"{seconds:g} s" if seconds < 60 or seconds % 60 else f"{seconds / 60:g} min"
+
+
 def lines_of(text: str) -> list[str]:
     """The lines as a terminal shows them: of a progress bar redrawn in place, only the last state."""
     return [line.rstrip().rpartition("\r")[2] for line in text.split("\n")]

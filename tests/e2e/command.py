@@ -126,7 +126,8 @@ class Holdfast:
         return name
 
     def environment(self, env: Mapping[Any, Any] | None = None) -> dict[Any, Any]:
-        settings = {"TMPDIR": str(self.temporary), support.TEST_MARK: self.mark}
+        cache = str(self.directory / "cache")
+        settings = {"TMPDIR": str(self.temporary), "XDG_CACHE_HOME": cache, support.TEST_MARK: self.mark}
         return {**clean_environment(), **settings, **(env or {})}
 
     def start(

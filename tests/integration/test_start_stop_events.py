@@ -406,7 +406,7 @@ def test_a_signal_ends_an_agent_whose_spawner_is_stopped(
     """The loop turns, so it is alive; nothing but a signal could help it."""
     links: list[SpawnerLink] = []
 
-    def launch() -> SpawnerLink:
+    def launch(modules: tuple[str, ...]) -> SpawnerLink:
         links.append(SpawnerLink.launch())
         support.halt(links[0]._pid)
         return links[0]

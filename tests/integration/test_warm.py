@@ -268,7 +268,7 @@ def test_a_template_is_replaced_after_many_workers_or_when_it_has_grown(monkeypa
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
-        own = template.Template(theirs.detach())
+        own = template.Template(theirs.detach(), [])
         own.size_bytes = template.resident_bytes()
         assert own.staleness() == ""
         own.forks = template.MOST_FORKS

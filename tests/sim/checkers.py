@@ -774,12 +774,14 @@ class AgreedMeansKept(Checker):
 
 class LastCompleteSurvives(Checker):
     """If for each rank of the last complete snapshot a node is in the new world that had it then, of its own or as a
-    copy, the world loads that snapshot or a newer one. Each rank is on as many other nodes as the user wants."""
+    copy, the world loads that snapshot or a newer one. Each rank is on as many other nodes as the user wants when it
+    is first told; a later and larger world, which is told again, may want more."""
 
     def set_up(self) -> None:
         self._holders: dict[tuple[int, int, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         self._sizes: dict[tuple[int, int, int], int] = {}
         self._complete: tuple[int, int, int] | None = None
+        self._told: set[tuple[int, int, int]] = set()
         self._wanted = 1
         """On how many nodes each rank of a complete snapshot is."""
 
@@ -794,8 +796,10 @@ class LastCompleteSurvives(Checker):
     def snapshot_ordered(self, order: Agreed | Complete) -> None:
         if isinstance(order, Complete) and (self._complete is None or order.saved > self._complete):
             self._complete = order.saved
-            if (least := min((len(each) for each in self._holders[order.saved].values()), default=0)) < self._wanted:
+            least = min((len(each) for each in self._holders[order.saved].values()), default=0)
+            if least < self._wanted and order.saved not in self._told:
                 self.object(f"{order}, but a rank of it is on {least} nodes")
+            self._told.add(order.saved)
 
     def world_sealed(self, world: World) -> None:
         can_copy = all(facts.snapshot_port for facts in world.members.values())

@@ -125,6 +125,7 @@ def test_auto_takes_the_first_kind_that_is_there(tmp_path: Path) -> None:
 
 
 def test_cpus_that_may_be_used() -> None:
+    assert devices.worker_count("3") == 3
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})

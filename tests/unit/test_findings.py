@@ -10,6 +10,7 @@ import pytest
 from holdfast.cli import doctor
 from holdfast.cli.checks import endpoint, findings, host
 from holdfast.cli.checks.findings import Finding, Level, Verdict
+from holdfast.errors import HostError
 from tests.promises import proves
 
 GIB = 1 << 30
@@ -61,6 +62,15 @@ def test_what_a_fact_means(check: Callable[[], Verdict], level: Level, words: st
     assert found is level
     assert words in text
     assert bool(fix) == (level is not Level.OK)
+
+
+def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise HostError("every place is full")
+
+    monkeypatch.setattr(host.logs, "temp_root", refuse)
+    monkeypatch.setenv("TMPDIR", "/there")
+    assert host.temporary()[:2] == (Level.PROBLEM, "no file can be made in /there: every place is full")
 
 
 def test_one_line_a_finding_and_hostile_text_stays_on_it() -> None:

@@ -105,8 +105,8 @@ def test_lines_of_a_rank_can_be_had_at_once() -> None:
     folded = Folded(3)
     for each in ("1a", "0b", "1c", "0d"):
         folded.add(int(each[0]), each[1:])
+    assert folded.folder.take_lines_of(2) == [], "it has written nothing"
     assert [written(fold) for fold in folded.folder.take_lines_of(1)] == ["1:a", "0:b", "1:c"]
-    assert folded.folder.take_lines_of(2) == []
 
 
 @pytest.mark.parametrize(("limit", "value"), [("_WAITING_MAX_LINES", 3), ("_WAITING_MAX_BYTES", 12)])

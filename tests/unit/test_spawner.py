@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast import procfs
-from holdfast.process.spawner import server
+from holdfast.process.spawner import server, wire
 from holdfast.process.spawner.server import Spawner
 from holdfast.process.spawner.wire import TIME, Channel, channel_pair
 
@@ -24,6 +24,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(server, "time", clock)
+    monkeypatch.setattr(wire, "time", clock)
     return clock
 
 
@@ -34,7 +35,7 @@ def leased(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Spaw
     read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     agent, sock = channel_pair()
     owner = Spawner(Channel(sock), "token")
-    owner._take_lease(read_fd)
+    owner._lease.take(read_fd)
     yield owner, write_fd
     for fd in (read_fd, write_fd, owner._wake_read, owner._wake_write):
         os.close(fd)
@@ -46,15 +47,15 @@ def test_a_lease_that_expires_after_it_was_looked_at_is_enforced_at_once(
     leased: tuple[Spawner, int], clock: Clock
 ) -> None:
     owner, write_fd = leased
-    owner._enforce_lease()
+    owner._lease.look()
     assert owner._poll_timeout_ms() is None
     os.write(write_fd, TIME.pack(10.0))
     clock.now = 9.9
-    owner._enforce_lease()
+    owner._lease.look()
     clock.now = 10.1
     assert owner._poll_timeout_ms() == 0.0
-    owner._enforce_lease()
+    owner._lease.look()
     assert owner._poll_timeout_ms() is None
     os.write(write_fd, TIME.pack(12.1))
-    owner._enforce_lease()
+    owner._lease.look()
     assert owner._poll_timeout_ms() == pytest.approx(2000.0)

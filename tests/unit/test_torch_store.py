@@ -9,7 +9,21 @@ import pytest
 from holdfast.process import torch_store
 from holdfast.process.torch_store import Client, TorchStore
 from tests.promises import proves
-from tests.torch_wire import CANCEL_WAIT, VALIDATE, add, barrier, compare_set, get, i64, set_, sized, wait
+from tests.torch_wire import (
+    CANCEL_WAIT,
+    NUM_KEYS,
+    VALIDATE,
+    add,
+    barrier,
+    compare_set,
+    get,
+    i64,
+    multi_get,
+    multi_set,
+    set_,
+    sized,
+    wait,
+)
 
 
 def client_of(store: TorchStore, name: str = "a") -> Client:
@@ -37,7 +51,8 @@ def problem_with(request: bytes, *, is_validated: bool = True) -> str:
 @proves("workers.store-answers-request-torch")
 def test_requests_arrive_in_pieces_of_any_size() -> None:
     requests = VALIDATE + set_("/k", b"v" * 20) + add("/n", 7) + get("/k") + wait("/k", "/n") + add("/n", -10)
-    expected = i64(7) + sized(b"v" * 20) + b"\0" + i64(-3)
+    requests += multi_set(a=b"x" * 9, b=b"") + multi_get("/a", "/none", "/b") + NUM_KEYS + multi_get()
+    expected = i64(7) + sized(b"v" * 20) + b"\0" + i64(-3) + sized(b"x" * 9) + sized(b"") * 2 + i64(4)
     for size in (1, 2, 3, 7, 20, len(requests)):
         store, pieces = TorchStore(), range(0, len(requests), size)
         client = Client("a")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast import log, procfs, signals
+from holdfast import log, procfs, signals, text
 from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
@@ -41,13 +41,14 @@ from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers.group import GroupSpec, PContext, host_name, is_curable, new_group
-from holdfast.rendezvous.membership.model import Place
+from holdfast.rendezvous.membership.model import Place, SnapshotOrder
 from holdfast.rendezvous.membership.restart_policy import Advance
 from holdfast.telemetry.metrics import put_call, put_metric
 
 if TYPE_CHECKING:
     from holdfast.hangs.compare import Picture
     from holdfast.hangs.watch import HangWatch
+    from holdfast.process.learning import Learning
     from holdfast.process.spawner.warm import Wanted
     from holdfast.process.workers.shared_memory import Cleaning
     from holdfast.rendezvous.coordination import Coordination
@@ -76,7 +77,8 @@ class LocalWorkers(Workers):
         self._stuck_timeout_s = stuck_timeout_s
         self._stuck_since: dict[int, float] = {}
         self.copied = {"stdout": Copied(), "stderr": Copied()}
-        self.snapshots: NodeSnapshots = NodeSnapshots(spec.snapshot_memory)
+        self.snapshots: NodeSnapshots = NodeSnapshots(spec.snapshot_memory, spec.snapshot_dir, spec.snapshot_bandwidth)
+        self._tell_gone: Callable[[], None] = lambda: None
         self.timer_server: FileTimerServer | None = None
         self._run: Coordination | None = None
         self._place = Place(0, 0, 0, 1)
@@ -86,6 +88,8 @@ class LocalWorkers(Workers):
         self._hangs: HangWatch | None = None
         self._behind: tuple[Straggler, ...] = ()  # When they were stopped.
         self._link: SpawnerLink | None = None
+        self._learning: Learning | None = None
+        self._taught: SpawnerLink | None = None  # It knows what an earlier run has learned.
         self._held_lease: Lease | None = None
         self._shm_before: frozenset[tuple[int, int]] = frozenset()
         self._cleaning: Cleaning | None = None
@@ -228,14 +232,29 @@ class LocalWorkers(Workers):
             self._link.close()
             self._link = None
         if self._link is None:
-            self._link = launch_or_take_early()
+            self._link = launch_or_take_early(self._spec.preload)
             self._warm_up(self._link)
         return self._link
 
     def _warm_up(self, link: SpawnerLink) -> None:
         """Have the workers' modules imported, or imported again if one of them has changed."""
-        if (template := self._template()) is not None:
-            link.preload(template, command.bytecode())
+        if (template := self._template()) is None:
+            return
+        if self._learning is None and self._spec.preload_learns is not None:
+            from holdfast.process import learning
+
+            program = command.script_path(self._spec.entrypoint, self._group.spec.args)
+            path = learning.cache_path(self._spec.preload, program)
+            self._learning = learning.Learning(self._spec.preload_learns, path)
+        link.preload(template, command.bytecode(), self._learning.imports_fd if self._learning is not None else None)
+        if self._learning is not None and self._learning.known and link is not self._taught:
+            link.learn(self._learning.known, is_slow=False)
+            self._taught = link
+
+    def _learn(self, *, is_last: bool) -> None:
+        """Have what the workers import themselves imported for the next ones, while these run."""
+        if self._learning is not None and self._link is not None and (names := self._learning.news(is_last=is_last)):
+            self._link.learn(names, is_slow=True)
 
     def _template(self) -> Wanted | None:
         return command.template_for(self._spec, macros.substitute(self._group.spec.args, 0))
@@ -286,6 +305,7 @@ class LocalWorkers(Workers):
         put_call("LocalElasticAgent._monitor_workers", began)
         if self.progress is not None and self.progress.look(began):
             self.sampled_at = began
+            self._learn(is_last=bool(self.progress.calls()))
         return result
 
     def _look(self) -> RunResult:
@@ -391,6 +411,9 @@ class LocalWorkers(Workers):
             context.blame(pid, note=note, hang=words, stack=stack, is_waiting=not picture.is_cause_here)
         return self._failed_result(context.failures())
 
+    def snapshot_order(self, order: SnapshotOrder) -> None:
+        self.snapshots.transfers.obey(order)
+
     # Stopping.
 
     def begin_stop(self, at_once: bool) -> None:
@@ -412,6 +435,7 @@ class LocalWorkers(Workers):
         self._stop_watching()
         if context is None:
             return
+        self._learn(is_last=True)
         if self.progress is not None:
             finished = {rank for rank, (code, *_) in context.ends().items() if code == 0}  # They are not slow.
             others = [each for each in self._group.workers if each.local_rank not in finished]
@@ -470,16 +494,44 @@ class LocalWorkers(Workers):
 
     def shutdown(self, grace_s: float, number: signal.Signals | None = None, *, is_restart: bool = False) -> None:
         self._stop_watching()
+        until = time.monotonic() + grace_s
+        if not is_restart:
+            self.snapshots.begin_last_files()
         if self.context is not None:
             self.context.close(number, grace_s)
         if is_restart:
             return
         self._forget_progress()
+        self._tell_gone()
+        self.snapshots.await_last_files(until)
         if self._link is not None:
-            self._link.close()
+            self._let_go(self._link, is_well=self._group.state is WorkerState.SUCCEEDED and number is None)
             self._link = None
         if isinstance(self._spec.logs_specs, DefaultLogsSpecs):
             self._spec.logs_specs.remove_if_unused(keep_errors=self._group.state is WorkerState.FAILED)
+
+    def when_gone(self, tell: Callable[[], None]) -> None:
+        self._tell_gone = tell
+
+    def _let_go(self, link: SpawnerLink, *, is_well: bool) -> None:
+        """Of the spawner: it ends, or stays for the next run, if the user wants that and this one has ended well."""
+        keep_s, modules = self._spec.preload_keep_s, self._spec.preload
+        will_stay = is_well and bool(modules) and (keep_s is not None or link.kept_for is not None)
+        if self._learning is not None:
+            link.reports()  # The last ones, on modules that were left out.
+            learned = self._learning.news(is_last=True)
+            if learned and will_stay:
+                link.learn(learned, is_slow=True)
+            self._learning.close(link.left_out)
+            self._learning = None
+        if not will_stay:
+            link.close()
+        elif why := link.keep(keep_s, modules):
+            logger.warning("%s does not stay preloaded: %s", ", ".join(modules), why)
+            link.close()
+        elif keep_s is not None:
+            names, time_text = ", ".join(modules), text.duration(keep_s)
+            logger.info("%s stays preloaded for %s (process %d); see `holdfast warm`", names, time_text, link.pid)
 
     def _stop_watching(self) -> None:
         if self._hangs is not None:

@@ -15,21 +15,28 @@ from holdfast.frozen import fields_of
 from holdfast.rendezvous.membership.model import Held, Place, SnapshotId
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from holdfast.agent.model import Worker
+    from holdfast.agent.snapshot_transfers import SnapshotTransfers
     from holdfast.process.spawner.client import SpawnerLink
-    from holdfast.telemetry.status import SnapshotStatus
+    from holdfast.rendezvous.coordination import Coordination
+    from holdfast.snapshots.slots import Snapshot
+    from holdfast.telemetry.status import SnapshotList, SnapshotStatus
 
 _SHARE = 4  # A quarter of the memory, unless the user says otherwise.
 
 
 class NodeSnapshots:
-    """Of one agent. `limit_bytes` is for all slots together; None: a share of this node's memory."""
+    """Of one agent. `limit_bytes` is for all slots together; None: a share of this node's memory. `directory` is where
+    snapshots are written, if they are; `bandwidth` how many bytes a second are sent to other nodes, 0: no limit."""
 
-    def __init__(self, limit_bytes: int | None) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int | None, directory: str = "", bandwidth: int = 0) -> None:
+        self._limit_bytes, self._directory, self._bandwidth = limit_bytes, directory, bandwidth
         self._link: SpawnerLink | None = None
+        self._run: Coordination | None = None
+        self._made: SnapshotTransfers | None = None
+        self.is_over = False  # The run has succeeded: what is held is not needed any more.
         self.steps_lost: int | None = None  # Steps that were computed again, as far as that is known.
 
     def begin(
@@ -60,12 +67,65 @@ class NodeSnapshots:
         world_size = next((worker.world_size for worker in workers), 0)
         known = (*fields_of(snapshot).values(),) if snapshot is not None else None
         problem = chosen.problem if chosen is not None else ""
-        link.begin_snapshots(self._limit_bytes, place.term, place.round, world_size, ranks, known, problem)
+        round = (place.term, place.round, world_size, ranks, known, problem)
+        if self._run is None or not self._can_move(place, self._run):
+            link.begin_snapshots(self._limit_bytes, *round)
+            return
+        coming = self.transfers.begin(link, self._run, place, ranks)
+        link.begin_snapshots(self._limit_bytes, *round, coming)
+        self.transfers.order_parts()
 
-    def held(self) -> tuple[Held, ...]:
-        """What this node holds, to say when it joins."""
-        found = self._link.held if self._link is not None else ()
-        return tuple(Held(SnapshotId(*snapshot), tuple(map(tuple, ranks))) for snapshot, ranks in found)
+    def _can_move(self, place: Place, run: Coordination) -> bool:
+        return bool(self._directory or self._made or run.snapshot_port or place.agrees_on_steps)
+
+    @property
+    def transfers(self) -> SnapshotTransfers:
+        """Made when it is first needed: most runs move nothing."""
+        if self._made is None:
+            from holdfast.agent.snapshot_transfers import SnapshotTransfers
+
+            self._made = SnapshotTransfers(self._directory, self._bandwidth)
+        return self._made
+
+    def tell(self, run: Coordination) -> None:
+        """Before this node joins: what it holds."""
+        self._run = run
+        if self._limit_bytes == 0:
+            return
+        run.has_snapshots = True
+        held = {tuple(snapshot): [*ranks] for snapshot, ranks in self._link.held} if self._link is not None else {}
+        for snapshot, ranks in (self.transfers.look_at_disk() if self._directory else {}).items():
+            held[snapshot] = held.get(snapshot, []) + ranks
+        run.held = tuple(Held(SnapshotId(*key), tuple(map(tuple, ranks))) for key, ranks in held.items())
+
+    def begin_last_files(self) -> None:
+        """The run ends, or this node leaves it: have its newest steps written, if there is a directory for them."""
+        if self._made is not None and not self.is_over:
+            self._made.begin_last_files()
+
+    def await_last_files(self, until: float) -> None:
+        if self._made is not None and not self.is_over:
+            self._made.begin_last_files()  # The last steps of workers that have ended by now.
+            self._made.await_last_files(until)
+
+    def export(self, snapshot: Snapshot, directory: str, then: Callable[[list[str]], None]) -> None:
+        """Write this node's parts as files. `then` gets the problems."""
+        if self._link is None or self._run is None:
+            then(["this node has no snapshots"])
+            return
+        if not self._link.has_peers:
+            self.transfers.attach(self._link, self._run)
+        self.transfers.export(snapshot, directory, then)
+
+    def told(self) -> SnapshotList:
+        """All that this node has. Any thread may ask."""
+        from holdfast.agent.snapshot_transfers import parts_in_memory
+        from holdfast.telemetry.status import SnapshotList
+
+        found = parts_in_memory([*self._link.parts], time.monotonic()) if self._link is not None else []
+        on_disk = self._made.told() if self._made is not None else []
+        used = self._link.snapshot_bytes if self._link is not None else 0
+        return SnapshotList(used, self._limit_bytes or 0, self._directory, (*found, *on_disk))
 
     def status(self) -> SnapshotStatus | None:
         """None if no worker has saved anything. Any thread may ask."""

@@ -7,7 +7,7 @@ meanwhile. `LocalWorkers` are processes of this host. `HookWorkers` are those of
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.agent.model import RunResult, WorkerState
@@ -70,6 +70,9 @@ class Workers:
 
     def shutdown(self, grace_s: float, number: signal.Signals | None = None) -> None:
         """Stop workers that are left, with that signal, and release everything. Blocks."""
+
+    def when_gone(self, tell: Callable[[], None]) -> None:
+        """`tell` may be called in `shutdown`, when the workers are gone and other work remains."""
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the workers and to all processes that they have started."""

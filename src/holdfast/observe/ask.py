@@ -60,6 +60,9 @@ for _kind in (
     status.HeldNode,
     status.StoryLine,
     status.RunStatus,
+    status.SnapshotStatus,
+    status.HeldParts,
+    status.SnapshotList,
 ):
     _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
 

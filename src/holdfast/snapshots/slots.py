@@ -40,6 +40,7 @@ Action = tuple["Any", ...]
 
 MAX_STEP = 1 << 53
 KEPT = "kept"  # The pin of a step that all nodes are asked to keep.
+COPY = "copy"  # The pin of a part that another node has copied to this one.
 FETCHED = "fetched"  # The pin of a part while it comes from another node.
 
 _MIB = 1 << 20
@@ -83,6 +84,7 @@ class Ledger:
         self._wants: dict[int, tuple[int, int]] = {}  # Rank -> request and bytes, of those that wait.
         self._loads: dict[int, tuple[int, int]] = {}  # Rank -> request and the rank whose part it waits for.
         self._fetching: set[int] = set()
+        self._unfetched: dict[int, str] = {}  # Why these ranks did not come.
         self._keep_from: int | None = None
 
     # What is known.
@@ -133,6 +135,7 @@ class Ledger:
         self.chosen, self.problem = chosen, problem
         self._common, self._newest, self._holders = None, {}, {}
         self._wants, self._loads, self._fetching, self._keep_from = {}, {}, set(fetching), None
+        self._unfetched = {}
         actions: list[Action] = []
         for slot in [*self.slots.values()]:
             is_abandoned = chosen is not None and slot.snapshot is not None and slot.snapshot > chosen
@@ -234,7 +237,8 @@ class Ledger:
         if self._fetching and (is_replicated or wanted in self._fetching):
             self._loads[rank] = (request, wanted)
             return []
-        text = f"rank {wanted} of step {step} is not on this node and cannot be fetched"
+        problem = self._unfetched.get(wanted) or next(iter(self._unfetched.values()), "")
+        text = f"rank {wanted} of step {step} is not on this node and cannot be fetched{problem and f': {problem}'}"
         return [("refuse", rank, request, text)]
 
     def cancel(self, rank: int) -> None:
@@ -264,15 +268,16 @@ class Ledger:
         return [*self._tidy(), *self._serve_loads()]
 
     def fetch_failed(self, ranks: Iterable[int], text: str) -> list[Action]:
-        self._fetching.difference_update(ranks)
-        return self._serve_loads(text)
+        self._unfetched.update(dict.fromkeys(ranks, text))
+        self._fetching.difference_update(self._unfetched)
+        return self._serve_loads()
 
-    def _serve_loads(self, text: str = "") -> list[Action]:
+    def _serve_loads(self) -> list[Action]:
         loads, self._loads = self._loads, {}
         actions: list[Action] = []
         for rank, (request, wanted) in loads.items():
             actions += self.load(rank, request, wanted, can_reshard=True)
-        return [(*each[:3], f"{each[3]}: {text}") if each[0] == "refuse" and text else each for each in actions]
+        return actions
 
     def lost(self, number: int) -> list[Action]:
         """A slot cannot be made, or what should come into it will not."""

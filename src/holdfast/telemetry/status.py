@@ -214,6 +214,33 @@ class RunStatus:
     history: HistoryStatus = HistoryStatus()
 
 
+@frozen
+class HeldParts:
+    """Parts of one snapshot that a node has: of its own workers in `memory`, of other nodes (`copy`), or on `disk`.
+    `ranks` are ranges: the first, and how many. `age_s`: since the last of them was saved."""
+
+    term: wire.Count = 0
+    round: wire.Count = 0
+    step: wire.Count = 0
+    world_size: wire.Count = 0
+    is_replicated: bool = False
+    ranks: tuple[tuple[wire.Count, wire.Count], ...] = ()
+    bytes: wire.Count = 0
+    age_s: wire.Seconds = 0.0
+    where: str = ""
+
+
+@frozen
+class SnapshotList:
+    """The snapshots of one node. `used_bytes` of the `limit_bytes` that slots may have are in use; `directory` is where
+    it writes them."""
+
+    used_bytes: wire.Count = 0
+    limit_bytes: wire.Count = 0
+    directory: str = ""
+    parts: tuple[HeldParts, ...] = ()
+
+
 def plain(value: Any) -> Any:
     """For JSON: records become objects."""
     names = getattr(value, "__match_args__", None)

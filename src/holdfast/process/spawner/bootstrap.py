@@ -39,6 +39,7 @@ MAGIC, VALUE, ERROR = b"\0HF1", b"V", b"E"
 MESSAGE_LIMIT, CALLSTACK_LIMIT = 64 << 10, 256 << 10
 EVIDENCE_LIMIT = 1 << 20  # The agent reads no more of a black box or of an error file, so a record must fit into it.
 DUMP_SIGNAL = 58  # From the agent to a worker that hangs: faulthandler writes all stacks. Programs use others.
+PATH_IS_SAFE = bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 # Where `library` looks first, so that a program's own json.py is not taken for the standard one.
 library_path = sys.path[:0]
 
@@ -213,21 +214,21 @@ def enter_path() -> "tuple[str, list[str]]":
     mode, *rest = sys.argv[1:] or sys.exit("bootstrap.py: there is nothing to run")
     if library_path:
         return mode, rest  # The template, of which this process is a fork, has been here.
-    is_path_safe = bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
     own_file = sys.argv[0]
     if own_file.startswith("/proc/self/fd/"):
         os.close(int(own_file[14:]))  # A file in memory.
-    for own in (own_file, os.path.dirname(own_file), *([] if is_path_safe else [sys.path.pop(0)])):
+    for own in (own_file, os.path.dirname(own_file), *([] if PATH_IS_SAFE else [sys.path.pop(0)])):
         sys.path_importer_cache.pop(own, None)
     library_path[:] = sys.path
-    if is_package(mode):
-        sys.path.insert(0, absolute(mode))
-    elif mode != "--holdfast-function" and not is_path_safe:
-        sys.path[:0] = program_directory(mode)
+    sys.path[:0] = program_directory(mode)
     return mode, rest
 
 
 def program_directory(mode: str) -> "list[str]":
+    if is_package(mode):
+        return [absolute(mode)]
+    if mode == "--holdfast-function" or PATH_IS_SAFE:
+        return []
     try:
         return [""] if mode == "-c" else [os.getcwd() if mode == "-m" else os.path.dirname(os.path.realpath(mode))]
     except OSError:
@@ -245,8 +246,7 @@ def serve_as_template() -> None:
     """Returns in the workers that are forked from this process, which go on as cold ones do."""
     fd = take_fd("HOLDFAST_TEMPLATE")
     names = run_beside("template")
-    enter_path()
-    names["Template"](fd).serve()
+    names["Template"](fd, program_directory(enter_path()[0]), program_directory).serve()
 
 
 def run_beside(name: str) -> "dict[str, Any]":

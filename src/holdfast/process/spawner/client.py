@@ -11,16 +11,17 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
 from holdfast.log import Logger
 from holdfast.process import adoption
+from holdfast.process.spawner import snapshot_link
 from holdfast.process.spawner.wire import Channel, Lease, channel_pair, memory_file
 
 if TYPE_CHECKING:
-    from holdfast.process.spawner.server import Call
+    from holdfast.process.spawner.forked import Call
     from holdfast.process.spawner.warm import Wanted
     from holdfast.process.spawner.wire import Message
 
@@ -31,11 +32,15 @@ _DESCRIPTORS_A_WORKER = 6
 _DESCRIPTORS_TO_SPARE = 64
 
 _GOODBYE_PATIENCE_S = procfs.KILL_PATIENCE_S + 1.0
+_OF_TEMPLATES = ("warm", "stale", "cold", "learned", "unlearned", "kept", "unkept")
 
 # The file for the report of this node. An engine sets it, to show one report for all nodes.
 REPORT_FILE_VARIABLE = "HOLDFAST_REPORT_FILE"
+BRIEF_VARIABLE = "HOLDFAST_BRIEF"  # Set if another agent of the run writes the report to the same console.
+SUCCESS_FILE_VARIABLE = "HOLDFAST_SUCCESS_FILE"  # An agent makes that file when the run has succeeded.
+OF_ENGINES = (REPORT_FILE_VARIABLE, BRIEF_VARIABLE, SUCCESS_FILE_VARIABLE)
 # What is the agent's alone. Neither spawner nor worker gets these.
-SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", REPORT_FILE_VARIABLE.encode())
+SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", *map(str.encode, OF_ENGINES))
 # As a rule these say in which file the token is, which the program may use, too.
 _SECRETS_OR_PATHS = (b"KUBEFLOW_TRAINER_SERVER_TOKEN", b"KUBEFLOW_TRAINER_STATUS_TOKEN")
 
@@ -52,7 +57,7 @@ starting = threading.RLock()
 os.register_at_fork(after_in_child=starting._at_fork_reinit)  # type: ignore[attr-defined]  # As concurrent.futures does.
 
 
-class SpawnerLink:
+class SpawnerLink(snapshot_link.SnapshotLink):
     """One spawner process. Not thread-safe; belongs to the one loop that decides."""
 
     def __init__(self, channel: Channel, pid: int, token: str) -> None:
@@ -63,15 +68,16 @@ class SpawnerLink:
         self._has_survivors = False
         self._starts: list[tuple[int, Message, dict[bytes, bytes], dict[str, int]]] = []
         self._modules: list[str] = []
-        self.is_preloading = False
+        self._is_warming = self._was_warm = False
+        self._is_learning = False  # And the workers wait for it.
+        self.left_out: dict[str, str] = {}  # Learned modules that are not fit, and why.
+        self.kept_for: tuple[str, ...] | None = None  # The modules of a spawner that was kept by an earlier run.
+        self._digest = ""
+        self.unattached = ""  # Why one that was kept is not used.
+        self._kept: Literal[True] | str | None = None  # The answer to `keep`.
         self._is_gone = threading.Event()
         self._is_guarded = False
-        # What the workers have saved: snapshots with ranges of ranks, the step that a restart would load, since when,
-        # and how many bytes all slots have.
-        self.held: list[tuple[Any, ...]] = []
-        self.common_step: int | None = None
-        self.common_at = 0.0
-        self.snapshot_bytes = 0
+        super().__init__()
 
     @classmethod
     def launch(cls) -> SpawnerLink:
@@ -107,6 +113,22 @@ class SpawnerLink:
             return cls(ours, pid, token)
 
     @classmethod
+    def attach(cls, modules: tuple[str, ...], *, is_early: bool = False) -> SpawnerLink | None:
+        """A spawner that an earlier run has kept (see `kept`). None if there is none; raises `kept.RefusedError` or
+        OSError if there is one that cannot be used."""
+        from holdfast.process.spawner import kept
+
+        token = os.urandom(8).hex()
+        with starting:
+            _ensure_standard_descriptors()
+            found = None if kept.batch_job() else kept.attach(modules, token, is_early=is_early)
+        if found is None:
+            return None
+        link = cls(Channel(found[0]), found[1], token)
+        link.kept_for, link._digest = modules, found[2]
+        return link
+
+    @classmethod
     def fork(cls, calls: Mapping[int, Call]) -> SpawnerLink:
         """A spawner that is a fork of this process and holds the functions that its workers will call."""
         from holdfast.process.spawner import forked, server
@@ -116,7 +138,7 @@ class SpawnerLink:
             forked.flush_streams()  # What is buffered here would be written once more by every forked process.
             ours, theirs = channel_pair()
             token = os.urandom(8).hex()
-            handlers = {number: signal.getsignal(number) for number in server.DEAF_TO}
+            handlers = {number: signal.getsignal(number) for number in forked.DEAF_TO}
             handlers.update(signals.inbox().original_handlers())
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # The user asked for a fork of this process.
@@ -126,8 +148,22 @@ class SpawnerLink:
             theirs.close()
             return cls(ours, pid, token)
 
+    @property
+    def pid(self) -> int:
+        return self._pid
+
     def fileno(self) -> int:
         return self._channel.fileno()
+
+    @property
+    def is_gone(self) -> bool:
+        return self._is_gone.is_set()
+
+    def suits(self, modules: tuple[str, ...]) -> bool:
+        """Whether it was not kept for other modules, or for another environment."""
+        from holdfast.process.spawner import kept
+
+        return self.kept_for is None or (self.kept_for == modules and self._digest == kept.digest())
 
     def is_idle(self) -> bool:
         """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""
@@ -147,25 +183,57 @@ class SpawnerLink:
             with contextlib.suppress(RuntimeError):  # No thread is to be had in a process at its limit.
                 guard.start()
 
-    def preload(self, wanted: Wanted, bytecode: bytes) -> None:
-        """Have a template ready to fork warm workers from. Until `is_preloading` ends nothing should be started."""
+    def preload(self, wanted: Wanted, bytecode: bytes, imports_fd: int | None = None) -> None:
+        """Have a template ready to fork warm workers from. Until `is_preloading` ends nothing should be started. The
+        workers note their imports in the file `imports_fd`."""
         self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()))
-        self._channel.send(("preload", *wanted), (memory_file(bytecode),))
-        self._modules, self.is_preloading = wanted[1], True
+        fds = (memory_file(bytecode), *([] if imports_fd is None else [os.dup(imports_fd)]))
+        self._channel.send(("preload", *wanted), fds)
+        self._modules, self._is_warming = wanted[1], True
+
+    def learn(self, names: list[str], *, is_slow: bool) -> None:
+        """Have a template that has imported these, too. Workers wait for it, unless it is made slowly."""
+        self._channel.send(("learn", names, is_slow))
+        self._is_learning = not is_slow
+
+    @property
+    def is_preloading(self) -> bool:
+        return self._is_warming or self._is_learning
 
     def _hear_of_template(self, report: Message) -> None:
         names = ", ".join(self._modules)
         match report:
             case ("warm", pid, seconds, was_warm):
-                self.is_preloading = False
+                self._is_warming = False
                 if names and not was_warm:
-                    logger.info("preloaded %s in %.1f s (process %d)", names, seconds, pid)
+                    why = f"; the one that was kept is not used: {self.unattached}" if self.unattached else ""
+                    logger.info("preloaded %s in %.1f s (process %d)%s", names, seconds, pid, why)
+                elif names and self.kept_for is not None and not self._was_warm:
+                    logger.info("%s was preloaded by an earlier run (process %d)", names, pid)
+                self.unattached, self._was_warm = "", True
             case ("cold", reason):
-                self.is_preloading = False
+                self._is_warming = False
                 logger.warning("cannot preload %s; the workers start without it: %s", names or "Python", reason)
             case ("stale", reason):
                 if names:
                     logger.info("%s will be preloaded again: %s", names, reason)
+            case ("learned", pid, seconds, left_out):
+                self._is_learning = False
+                for module, reason in left_out:
+                    if self.left_out.setdefault(module, reason) is reason:
+                        logger.warning("%s is left out of what is preloaded: %s", module, reason)
+                if pid:
+                    logger.info(
+                        "preloaded what the workers import besides %s in %.1f s (process %d)", names, seconds, pid
+                    )
+            case ("unlearned", reason):
+                self._is_learning = False
+                if reason:
+                    logger.warning("cannot preload what the workers import besides %s: %s", names, reason)
+            case ("kept",):
+                self._kept = True
+            case ("unkept", reason):
+                self._kept = reason
 
     def start(
         self, id_: int, kind: str, argv: Iterable[str], env: Mapping[str, str], cpus: Iterable[int], fds: dict[str, int]
@@ -186,11 +254,6 @@ class SpawnerLink:
         """Torch's store of the next round, at a listening socket, which becomes the link's to close."""
         self._channel.send(("store",), (listener_fd,))
 
-    def begin_snapshots(self, *round: Any) -> None:
-        """Workers that are started from now on may save: how many bytes together, and the round as the ledger of the
-        slots wants it (`snapshots.slots`)."""
-        self._channel.send(("snapshots", *round))
-
     def kill_all(self) -> None:
         self._channel.send(("kill",))
 
@@ -202,17 +265,15 @@ class SpawnerLink:
         self._channel.flush()
         reports: list[Message] = []
         for report, fds in self._channel.receive():
-            if report[0] in ("warm", "stale", "cold"):
+            if report[0] in _OF_TEMPLATES:
                 self._hear_of_template(report)
+                continue
+            if report[0] in snapshot_link.REPORTS:
+                self.note_snapshots(report)
                 continue
             match report:
                 case ("store" | "warn", line):
                     logger.warning("%s", line)
-                    continue
-                case ("held", held, step, used):
-                    if step != self.common_step:
-                        self.common_at = time.monotonic()
-                    self.held, self.common_step, self.snapshot_bytes = held, step, used
                     continue
                 case ("started", _, pid):
                     self._sessions.add(pid)
@@ -238,8 +299,8 @@ class SpawnerLink:
     def _lose(self) -> str:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
         self._is_gone.set()
-        self.is_preloading = False
-        self.held, self.common_step, self.snapshot_bytes = [], None, 0
+        self._is_warming = self._is_learning = False
+        self.forget_snapshots()
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)
@@ -249,6 +310,31 @@ class SpawnerLink:
             for pid in found:
                 _wait_until_gone(pid, deadline)
         return how
+
+    def keep(self, keep_s: float | None, modules: tuple[str, ...]) -> str:
+        """Let the spawner stay for the next run, instead of `close`; if None, for as long as it was kept before.
+        Returns why it does not stay; then it is still there."""
+        from holdfast.process.spawner import kept
+
+        try:
+            order = (keep_s, kept.socket_path(modules, is_made=True), kept.digest(), ",".join(modules))
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
+        self._channel.send(("keep", *order))
+        deadline = time.monotonic() + _GOODBYE_PATIENCE_S
+        while self._kept is None and not self._is_gone.is_set() and time.monotonic() < deadline:
+            self.wait(deadline - time.monotonic(), new_signals_only=True)
+            self.reports()
+        if self._kept is not True:
+            return self._kept or "the spawner does not answer"
+        self._is_gone.set()
+        self._channel.close()
+        return ""
+
+    def give_back(self) -> None:
+        """It was not used: one that was kept stays as it was, any other ends."""
+        if self.kept_for is None or self.keep(None, self.kept_for):
+            self.close()
 
     def close(self) -> None:
         """Hang up: the spawner kills whatever is left and ends. If it does not, it is killed itself."""
@@ -280,8 +366,8 @@ def _keep_going(pid: int, is_gone: threading.Event) -> None:
 
     relapses, continued_at = 0, -_RELAPSE_S
     with contextlib.suppress(ChildProcessError):  # It was reaped.
-        while _is_stopped(pid, 0) and not is_gone.wait(_STANDSTILL_S):
-            if not _is_stopped(pid, os.WNOHANG):
+        while _is_stopped(pid, 0, is_gone) and not is_gone.wait(_STANDSTILL_S):
+            if not _is_stopped(pid, os.WNOHANG, is_gone):
                 continue
             relapses = relapses + 1 if time.monotonic() < continued_at + _RELAPSE_S else 0
             continued_at = time.monotonic()
@@ -293,32 +379,65 @@ def _keep_going(pid: int, is_gone: threading.Event) -> None:
             procfs.kill(pid, number)
 
 
-def _is_stopped(pid: int, flags: int) -> bool:
-    """Waits until it is stopped or has ended, unless the flags say otherwise. Its end stays for others to reap."""
-    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT | flags)
-    return found is not None and found.si_code == os.CLD_STOPPED
+def _is_stopped(pid: int, flags: int, is_gone: threading.Event) -> bool:
+    """Waits until it is stopped or has ended, unless the flags say otherwise. Its end stays for others to reap. Of a
+    spawner that an earlier run has kept the kernel reports nothing here, so it is looked at."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT | flags)
+        return found is not None and found.si_code == os.CLD_STOPPED
+    except ChildProcessError:
+        while procfs.state(pid) not in ("", "T") and not flags and not is_gone.wait(_STANDSTILL_S):
+            pass
+        if procfs.state(pid) == "" or is_gone.is_set():
+            raise
+        return procfs.state(pid) == "T"
 
 
 _early: list[SpawnerLink] = []
 
 
-def launch_early() -> None:
-    """Start a spawner before it is known what for. It gets ready while the command line is still being read; if it
-    is never needed, it ends when this process does. If the system refuses now, that is said when one is needed."""
+def launch_early(modules: tuple[str, ...] = ()) -> None:
+    """Start a spawner before it is known what for, or attach to one that was kept for these modules. It gets ready
+    while the command line is still being read; if it is never needed, it ends when this process does. If the system
+    refuses now, that is said when one is needed."""
     with contextlib.suppress(OSError, HostError):
-        _early.append(SpawnerLink.launch())
+        kept, why = _attached(modules, is_early=True)
+        _early.append(kept or SpawnerLink.launch())
+        _early[-1].unattached = why
 
 
 def drop_early() -> None:
-    """It was not needed: see it off before this process ends."""
+    """It was not needed: see it off before this process ends. One that was kept stays."""
     while _early:
-        _early.pop().close()
+        _early.pop().give_back()
 
 
-def launch_or_take_early() -> SpawnerLink:
-    if _early and (link := _early.pop()).is_idle():
+def launch_or_take_early(modules: tuple[str, ...] = ()) -> SpawnerLink:
+    """For workers that need these modules."""
+    link = _early.pop() if _early and _early[-1].is_idle() and _early[-1].suits(modules) else None
+    drop_early()
+    if link is not None and (link.kept_for is not None or not modules):
         return link
-    return SpawnerLink.launch()
+    kept, why = _attached(modules)
+    if kept is not None and link is not None:
+        link.close()
+    link = kept or link or SpawnerLink.launch()
+    link.unattached = why or link.unattached
+    return link
+
+
+def _attached(modules: tuple[str, ...], *, is_early: bool = False) -> tuple[SpawnerLink | None, str]:
+    """A spawner that was kept for these modules, or why there is one that cannot be used."""
+    if not modules:
+        return None, ""
+    from holdfast.process.spawner import kept
+
+    try:
+        return SpawnerLink.attach(modules, is_early=is_early), ""
+    except kept.RefusedError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, error.strerror or str(error)
 
 
 def _environment() -> dict[bytes, bytes]:

@@ -9,11 +9,14 @@ the agent says:
                                                          that says until when workers may live
     start([(id, (kind, argv, cpus), changes to the environment, names of the descriptors)...])
     preload(command line, modules, path, seconds)        have a template ready to fork workers from (see `template`)
+    learn([module...], whether slowly)                   and one that has these modules, too (see `warm`)
     store()                                              with a listening socket: the first client of torch's store that
                                                          connects has a process forked that serves it there
-    snapshots(bytes, term, round, world size, ...)       each worker that is started in this round gets a socket for the
-                                                         snapshots of its rank (see `snapshots`)
+    snapshots(order, ...)                                see `snapshots`: each worker that is started from now on gets a
+                                                         socket for those of its rank; or slots are to be moved
     kill()                                               end every tree, say `swept` when it is done
+    keep(...)                                            end every tree, forget the run, and wait for another agent
+                                                         (see `kept`)
     goodbye()                                            end every tree and yourself
 
 and reports:
@@ -25,8 +28,12 @@ and reports:
     warm(pid, seconds, whether it was warm before)       the template is ready
     stale(reason)                                        the template was given up; it is replaced if it is waited for
     cold(reason)                                         there is no template; workers start without one
+    learned(pid, seconds, [(module, why left out)...])   the template has these modules, too
+    unlearned(reason)                                    it has not
+    kept() or unkept(reason)                             the answer to `keep`
     store(line), warn(line)                              what the process of the store, or the spawner, has to say
-    held(snapshots, step, bytes)                         what the workers have saved
+    held(snapshots, step, bytes), parts(parts)           what the workers have saved, and where the rest came from
+    kept_step(snapshot), transferred(number, ...)        as it was asked for
 
 The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the
 error for which it does not run. The loop polls that pipe with everything else, so an exec that hangs (on a dead mount)
@@ -46,53 +53,43 @@ pid through its report pipe. If the pipe ends before, the template has died, and
 from __future__ import annotations
 
 import _socket
-import ctypes
 import errno
-import math
 import os
 import select
 import sys
 import time
 
 from holdfast import procfs
-from holdfast.process.spawner.wire import BYTECODE, Channel, drain
+from holdfast.process.spawner import forked
+from holdfast.process.spawner.wire import Channel, HeldLease
 
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
     import signal
     from collections import deque
-    from collections.abc import Callable
     from types import FrameType
     from typing import Any, NoReturn
 
+    from holdfast.process.spawner.forked import Call
+    from holdfast.process.spawner.kept import Kept
     from holdfast.process.spawner.snapshots import Snapshots
     from holdfast.process.spawner.store import RoundStore
-    from holdfast.process.spawner.warm import Template, Wanted
+    from holdfast.process.spawner.warm import Templates
     from holdfast.process.spawner.wire import Message
-
-    Call = tuple[Callable[..., Any], tuple[Any, ...]]
 else:  # Each fork copies this process's memory, so it loads only the parts in C.
     import _signal as signal
     from _collections import deque
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
 
-# What a person or a terminal might send to everything at once. The spawner ends when its agent does.
-DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-# Python ignores these for itself; a program that it starts expects the usual.
-_PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
-
-# The id under which the template is started; those of workers count from 0.
-TEMPLATE_ID = -1
 # At least as long as the end of any worker's mark, which is written over it.
 _TEMPLATE_MARK = b".template"
 
 
 class _Worker:
-    """`report_fd` is the pipe that says whether the program runs; -1 once it has. `cold` are the arguments of `_start`
-    for a warm worker whose pid is not known yet."""
+    """Or a template: the ids of workers count from 0, those of templates are below. `report_fd` is the pipe that says
+    whether the program runs; -1 once it has. `cold` are the arguments of `_start` for a warm worker whose pid is not
+    known yet."""
 
     __slots__ = ("cold", "id", "mark", "pid", "report_fd")
 
@@ -115,7 +112,9 @@ class Spawner:
         self._orders: deque[tuple[Message, list[int]]] = deque()
         self._workers: dict[int, _Worker] = {}
         self._unburied: list[_Worker] = []
-        self._template: Template | None = None
+        self._templates: Templates | None = None
+        self._kept: Kept | None = None
+        self._keep_order: Message | None = None
         self._forking: list[_Worker] = []  # Ordered from the template, their pids not known yet.
         self._store: RoundStore | None = None
         self._snapshots: Snapshots | None = None
@@ -125,10 +124,8 @@ class Spawner:
         self._directory: bytes | None = None
         self._ignored: tuple[int, ...] = ()
         self._agent: tuple[int, ...] = ()
-        self._lease_fds: tuple[int, ...] = ()
-        self._lease_until = math.inf
-        self._is_lease_enforced = False
         self._poller = select.poll()
+        self._lease = HeldLease(self._poller)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
@@ -139,54 +136,60 @@ class Spawner:
         self._agent = _pidfd(os.getppid())
         for fd in self._agent:
             self._poller.register(fd, select.POLLIN)
-        while self._channel.is_open:
-            wanted = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
-            self._poller.register(self._channel.fileno(), wanted)
-            if self._template is not None:
-                unsent = select.POLLOUT if self._template.channel.has_unsent else 0
-                self._poller.register(self._template.channel.fileno(), select.POLLIN | unsent)
-            ready = [fd for fd, _ in self._poller.poll(self._poll_timeout_ms())]
-            if any(fd in self._agent for fd in ready):
-                break
-            if self._wake_read in ready:
-                os.read(self._wake_read, 1 << 16)
-            for line in self._store.hear(ready) if self._store is not None else ():
-                self._channel.send(("store", line))
-            if self._snapshots is not None:
-                self._snapshots.hear(ready)
-            self._channel.flush()
-            for worker in self._starting():
-                self._hear_start(worker)
-            if self._template is not None and self._template.is_ready and not self._forking:
-                self._template.deadline = None
-            self._hear_template()
-            self._reap()
-            self._orders.extend(self._channel.receive())
-            while self._orders:
-                self._obey(*self._orders.popleft())
-            if self._template is not None:
-                self._template.send_orders(self._pid, time.monotonic())
-            self._reap()
-            self._enforce_lease()
-            self._go_on_sweeping()
+        while self._turn():
+            pass
+        if self._kept is not None:
+            self._kept.close()
         self._kill_everything()
 
+    def _turn(self) -> bool:
+        """Wait for news and act on them. False if the spawner is to end."""
+        if self._channel.is_open:
+            unsent = select.POLLOUT if self._channel.has_unsent else 0
+            self._poller.register(self._channel.fileno(), select.POLLIN | unsent)
+        if self._templates is not None:
+            self._templates.watch(select.POLLIN, select.POLLOUT)
+        ready = [fd for fd, _ in self._poller.poll(self._poll_timeout_ms())]
+        if any(fd in self._agent for fd in ready):
+            return False
+        if self._wake_read in ready:
+            os.read(self._wake_read, 1 << 16)
+        for line in self._store.hear(ready) if self._store is not None else ():
+            self._channel.send(("store", line))
+        if self._snapshots is not None:
+            self._snapshots.hear(ready)
+        self._channel.flush()
+        for worker in self._starting():
+            self._hear_start(worker)
+        self._hear_templates()
+        self._reap()
+        self._orders.extend(self._channel.receive())
+        while self._orders:
+            self._obey(*self._orders.popleft())
+        if self._templates is not None and self._templates.current is not None:
+            self._templates.current.send_orders(self._pid, time.monotonic())
+        self._reap()
+        if self._lease.look():  # Past it nothing may live, not even what is started after it.
+            self._kill_all()
+        self._go_on_sweeping()
+        return self._has_owner(ready)
+
     def _become_owner(self) -> None:
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        for number in DEAF_TO:
+        forked.libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        for number in forked.DEAF_TO:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Whatever the thread that started us had blocked.
         signal.signal(signal.SIGCHLD, _do_nothing)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def _poll_timeout_ms(self) -> float | None:
-        # A lease that was enforced when it had expired is no deadline any more. Whether it has expired by now says
-        # nothing: that may have happened after it was looked at last.
-        deadlines = [] if self._is_lease_enforced or self._lease_until == math.inf else [self._lease_until]
+        deadlines = self._lease.deadlines()
         if self._sweep_deadline is not None:
             deadlines.append(self._sweep_deadline)
-        if self._template is not None and self._template.deadline is not None:
-            deadlines.append(self._template.deadline)
+        if self._templates is not None:
+            deadlines += self._templates.deadlines()
+        if self._kept is not None and self._kept.is_resting:
+            deadlines.append(self._kept.look_at)
         if self._snapshots is not None and (tell_at := self._snapshots.deadline()) is not None:
             deadlines.append(tell_at)
         return max(0.0, (min(deadlines) - time.monotonic()) * 1000) if deadlines else None
@@ -198,23 +201,31 @@ class Spawner:
             case ("prepare", environment, directory, ignored):
                 self._environment, self._directory, self._ignored = environment, directory, ignored
                 for fd in fds:
-                    self._take_lease(fd)
+                    self._lease.take(fd)
             case ("start", [(id_, order, changes, names), *others]):
                 if others:  # They stay among the orders, so that a forked worker knows what to close.
                     self._orders.appendleft((("start", others), fds[len(names) :]))
                 self._start(id_, order, changes, dict(zip(names, fds, strict=False)))
             case ("preload", *wanted):
-                self._preload(tuple(wanted), *fds)
+                self._template_owner().want(tuple(wanted), self._directory, fds, time.monotonic())
+            case ("learn", names, is_slow):
+                self._template_owner().learn(names, is_slow, time.monotonic())
+            case ("keep", *order):
+                if self._snapshots is not None:
+                    self._snapshots.end()
+                    self._snapshots = None
+                self._keep_order = tuple(order)
+                self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
             case ("store",):
                 from holdfast.process.spawner.store import RoundStore
 
                 self._drop_store()
-                self._store = RoundStore(fds[0], self._poller, self._settle_store)
-            case ("snapshots", *round):
+                self._store = RoundStore(fds[0], self._poller, self._settle)
+            case ("snapshots", *order):
                 from holdfast.process.spawner.snapshots import Snapshots
 
-                self._snapshots = self._snapshots or Snapshots(self._poller, self._channel.send)
-                self._snapshots.begin(*round)
+                self._snapshots = self._snapshots or Snapshots(self._poller, self._channel.send, self._settle)
+                self._snapshots.obey(order, fds)
             case ("kill",):
                 self._drop_store()
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
@@ -227,13 +238,14 @@ class Spawner:
     def _start(self, id_: int, order: Message, changes: dict[bytes, bytes], fds: dict[str, int]) -> int:
         """Returns the pid, if it is known."""
         kind, argv, cpus = order
-        mark = self._token + (_TEMPLATE_MARK if id_ == TEMPLATE_ID else b".%d" % id_)
+        mark = self._token + (_TEMPLATE_MARK if id_ < 0 else b".%d" % id_)
         environment = {**self._environment, **changes, procfs.MARK_VARIABLE.encode(): mark}
-        if self._snapshots is not None and id_ != TEMPLATE_ID:
+        if self._snapshots is not None and id_ >= 0:
             self._snapshots.add_descriptor(id_, fds)
         read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        if kind == "warm" and self._template is not None and self._template.is_ready:
-            self._template.order((argv, environment, self._directory, cpus), write_fd, fds)
+        template = self._templates.current if kind == "warm" and self._templates is not None else None
+        if template is not None and template.is_ready:
+            template.order((argv, environment, self._directory, cpus), write_fd, fds)
             os.close(write_fd)
             self._forking.append(_Worker(id_, 0, mark, read_fd, (id_, ("exec", argv, cpus), changes, fds)))
             self._poller.register(read_fd, select.POLLIN)
@@ -255,8 +267,8 @@ class Spawner:
         return pid
 
     def _refuse(self, id_: int, number: int) -> None:
-        if id_ == TEMPLATE_ID:
-            self._lose_template(os.strerror(number))
+        if id_ < 0:
+            self._lose_template(id_, os.strerror(number))
         else:
             self._channel.send(("refused", id_, number))
 
@@ -279,15 +291,15 @@ class Spawner:
         worker.report_fd = -1
         if worker.cold:
             self._forking.remove(worker)
-            if not said and self._sweep_deadline is None and not self._is_lease_enforced:
-                self._start(*worker.cold)
+            if not said and self._sweep_deadline is None and not self._lease.is_over:
+                self._note_pid(worker.id, self._start(*worker.cold))
                 return
             self._close_cold(worker)
             self._refuse(worker.id, int(said or errno.ECANCELED))
         elif said:
             del self._workers[worker.pid]
             self._refuse(worker.id, int(said))
-        elif worker.id != TEMPLATE_ID:
+        elif worker.id >= 0:
             # Killed before it executed anything is reported alike: it was started, and has ended.
             self._channel.send(("started", worker.id, worker.pid), () if is_reaped else _pidfd(worker.pid))
 
@@ -297,136 +309,130 @@ class Spawner:
         self._close_cold(worker)
         worker.pid = pid
         self._workers[pid] = worker
+        self._note_pid(worker.id, pid)
+
+    def _note_pid(self, id_: int, pid: int) -> None:
+        if id_ < 0 and pid and self._templates is not None:
+            self._templates.started(id_, pid)
 
     def _close_cold(self, worker: _Worker) -> None:
         for fd in worker.cold[3].values():
             os.close(fd)
         worker.cold = ()
 
-    # The template.
+    # The templates.
 
-    def _preload(self, wanted: Wanted, bytecode_fd: int) -> None:
-        from holdfast.process.spawner.warm import Template
+    def _template_owner(self) -> Templates:
+        if self._templates is None:
+            from holdfast.process.spawner.warm import Templates
 
-        template = self._template
-        if template is not None and template.wanted == wanted and template.is_ready:
-            template.check(time.monotonic())
-            os.close(bytecode_fd)
+            self._templates = Templates(self._poller, self._start_template, lambda report: self._channel.send(report))
+        return self._templates
+
+    def _start_template(self, id_: int, argv: list[bytes], fds: dict[str, int], is_fork: bool) -> int:
+        return self._start(id_, ("warm" if is_fork else "exec", argv, []), {}, fds)
+
+    def _hear_templates(self) -> None:
+        if self._templates is not None:
+            self._templates.hear(time.monotonic(), is_forking=bool(self._forking))
+
+    def _lose_template(self, id_: int, reason: str = "", exitcode: int = 0) -> None:
+        if self._templates is not None:
+            self._hear_templates()  # Its last words.
+            self._templates.lost(id_, lambda lost: reason or lost.words_of_end(exitcode), time.monotonic())
+
+    # Staying, without an agent.
+
+    def _has_owner(self, ready: list[int]) -> bool:
+        """Whether there is an agent, or the spawner stays for the next one."""
+        kept = self._kept
+        if kept is None:
+            return self._channel.is_open
+        if (attached := kept.hear(ready)) is not None:
+            self._belong_to(*attached)
+        if kept.is_resting and not self._channel.is_open:
+            self._hang_up()
+            template = self._templates.current if self._templates is not None else None
+            if template is not None and time.monotonic() >= kept.look_at:
+                template.look()
+            return template is not None and kept.may_stay(time.monotonic())
+        return self._channel.is_open
+
+    def _settle_down(self, order: Message, left: list[int]) -> None:
+        """Every tree is gone. Forget what belongs to the run, and wait for another one."""
+        from holdfast.process.spawner.kept import Kept
+
+        if left or self._templates is None or not self._templates.rest(time.monotonic()):
+            self._channel.send(("unkept", "processes of the run are left" if left else "there is no template"))
             return
-        self._drop_template()
-        self._template = template = Template(wanted, bytecode_fd, time.monotonic())
-        order: Message = ("exec", list(wanted[0]), [])
-        template.pid = self._start(TEMPLATE_ID, order, {}, template.descriptors())
-
-    def _hear_template(self) -> None:
-        template = self._template
-        if template is None:
-            return
-        for message in template.hear(time.monotonic()):
-            self._channel.send(message)
-            if message[0] == "stale":
-                template.is_ready = False
-                self._preload(template.wanted, os.dup(template.bytecode_fd))
-                return
-        if template.is_late(time.monotonic()):
-            procfs.kill(template.pid)
-            template.deadline = None
-
-    def _drop_template(self) -> None:
-        if self._template is not None:
-            self._poller.unregister(self._template.channel.fileno())
-            self._template.close()
-            procfs.kill(self._template.pid)
-            self._template = None
-
-    def _lose_template(self, reason: str) -> None:
-        """It has ended, or cannot be started. One that was ready is replaced, at once if the agent waits for it."""
-        template = self._template
-        if template is None:
-            return
-        self._channel.send(("stale" if template.was_ready else "cold", reason))
-        if template.was_ready and not template.is_ready:
-            self._preload(template.wanted, os.dup(template.bytecode_fd))
+        self._drop_store()
+        self._lease.drop()
+        for fd in self._agent:
+            self._poller.unregister(fd)
+            os.close(fd)
+        self._agent, self._environment, self._directory, self._ignored = (), {}, None, ()
+        self._reaped, self._unburied = 0, []
+        os.chdir("/")
+        try:
+            self._kept = self._kept or Kept(self._poller)
+            self._kept.rest(order, time.monotonic())
+        except OSError as error:
+            self._channel.send(("unkept", error.strerror or str(error)))
         else:
-            self._drop_template()
+            self._channel.send(("kept",))
+
+    def _belong_to(self, sock: _socket.socket, token: bytes, agent_fd: int) -> None:
+        """Another agent has come."""
+        from holdfast.process.spawner.template import overwrite_mark
+
+        self._hang_up()
+        self._channel, self._token, self._agent = Channel(sock), token, (agent_fd,)
+        self._poller.register(agent_fd, select.POLLIN)
+        overwrite_mark(token + b".spawner")
+
+    def _hang_up(self) -> None:
+        if self._channel.fileno() >= 0:
+            self._poller.unregister(self._channel.fileno())
+        self._channel.close()
 
     def _drop_store(self) -> None:
         if self._store is not None:
             self._store.close()
             self._store = None
 
-    def _settle_store(self) -> None:
-        """In the process of torch's store. It ignores what the spawner ignores, and ends with it."""
-        self._leave_home([])
+    def _settle(self, kept: list[int]) -> None:
+        """In the process of torch's store, or of transfers. It ignores what the spawner ignores, ends with it, and has
+        none of its descriptors but these: one of a slot would keep the slot's memory."""
+        forked.leave_home(self._pid, self._directory)
         signal.set_wakeup_fd(-1)
-        slots = self._snapshots.fds() if self._snapshots is not None else []
-        for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent, *slots):
-            os.close(fd)
+        procfs.close_all_but([0, 1, 2, *kept])
 
-    # In the worker.
+    def _own_fds(self) -> list[int]:
+        """That no forked process needs."""
+        kept = self._kept.fds() if self._kept is not None else []
+        return [self._wake_read, self._wake_write, *self._lease.fds, *self._agent, *kept]
 
     def _run_worker(
         self, id_: int, order: Message, environment: dict[bytes, bytes], fds: dict[str, int], failure_fd: int
     ) -> NoReturn:
+        """In the worker."""
         kind, argv, cpus = order
         try:
-            self._leave_home(cpus)
-            for target, name in enumerate(("stdin", "stdout", "stderr")):
-                os.dup2(fds[name], target)
-                os.close(fds.pop(name))
+            forked.leave_home(self._pid, self._directory, cpus)
+            forked.take_streams(fds)
             if kind != "memory":
-                if BYTECODE in fds:
-                    fd = fds.pop(BYTECODE)
-                    os.set_inheritable(fd, True)
-                    argv[argv.index(BYTECODE.encode())] = b"/proc/self/fd/%d" % fd
-                for name, fd in fds.items():
-                    os.set_inheritable(fd, True)
-                    environment[name.encode()] = b"%d" % fd
-                self._reset_signals(_PYTHON_IGNORES)
-                os.execvpe(argv[0], argv, environment)
-            os.close(failure_fd)
-            self._call_function(id_, environment, fds)
+                forked.execute(argv, environment, fds, self._ignored)
+            others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]
+            reports = [worker.report_fd for worker in self._starting()]
+            store = self._store.fds() if self._store is not None else []
+            for fd in (failure_fd, *self._own_fds(), *store, *reports, *others):
+                os.close(fd)
+            forked.call(self._calls[id_], environment, fds, self._ignored, self._handlers)
         except OSError as error:
             os.write(failure_fd, b"%d" % (error.errno or errno.EIO))
         except BaseException as error:
             sys.__excepthook__(type(error), error, error.__traceback__)
         os._exit(127)
-
-    def _leave_home(self, cpus: list[int]) -> None:
-        os.setsid()
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != self._pid:
-            os._exit(127)  # The spawner died before the kernel knew that we wanted to die with it.
-        if self._directory is not None:
-            os.chdir(self._directory)
-        if cpus:
-            os.sched_setaffinity(0, cpus)
-
-    def _reset_signals(self, also: tuple[int, ...] = ()) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (*DEAF_TO, *also):
-            signal.signal(number, signal.SIG_IGN if number in self._ignored else signal.SIG_DFL)
-
-    def _call_function(self, id_: int, environment: dict[bytes, bytes], fds: dict[str, int]) -> NoReturn:
-        from holdfast.process.spawner import bootstrap, forked
-
-        self._reset_signals()
-        if signal.SIGINT not in self._ignored:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number, handler in self._handlers.items():
-            if handler is not None:
-                signal.signal(number, handler if callable(handler) else int(handler))
-        os.environb.clear()
-        os.environb.update(environment)
-        others = [fd for _, fds_of_another in self._orders for fd in fds_of_another]
-        reports = [worker.report_fd for worker in self._starting()]
-        store = self._store.fds() if self._store is not None else []
-        for fd in (self._wake_read, self._wake_write, *self._lease_fds, *self._agent, *store, *reports, *others):
-            os.close(fd)
-        peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
-        call = self._calls[id_]
-        forked.finish(bootstrap.run_function(lambda: call, fds["HOLDFAST_BLACKBOX"], peers))
 
     # Ends.
 
@@ -453,14 +459,13 @@ class Spawner:
 
     def _bury(self, worker: _Worker, exitcode: int) -> None:
         self._unburied.append(worker)
-        if worker.id != TEMPLATE_ID:
+        if worker.id >= 0:
             self._reaped += 1
             if self._snapshots is not None:  # The agent knows what a worker has saved when it hears of its end.
                 self._snapshots.settle()
             self._channel.send(("exited", worker.id, exitcode, self._reaped, time.monotonic()))
-        elif self._template is not None and self._template.pid == worker.pid:
-            self._hear_template()  # Its last words.
-            self._lose_template(self._template.words_of_end(exitcode))
+        else:
+            self._lose_template(worker.id, exitcode=exitcode)
 
     def _kill_orphans(self) -> None:
         """What a dead worker left behind goes with it; a worker is forgotten once nothing of it is found."""
@@ -481,41 +486,35 @@ class Spawner:
         if self._sweep_deadline is None:
             return
         left = self._kill_all()
-        if (left or self._forking) and time.monotonic() < self._sweep_deadline:
+        if (left or any(worker.id >= 0 for worker in self._forking)) and time.monotonic() < self._sweep_deadline:
             return
         self._sweep_deadline = None
         self._unburied = []
         if self._snapshots is not None:
             self._snapshots.settle()
-        self._channel.send(("swept", [(pid, procfs.state(pid) or "gone") for pid in left]))
-
-    def _take_lease(self, fd: int) -> None:
-        for old in self._lease_fds:
-            self._poller.unregister(old)
-            os.close(old)
-        self._lease_fds = (fd,)
-        self._poller.register(fd, select.POLLIN)
-
-    def _enforce_lease(self) -> None:
-        """Past the lease nothing may live, not even what is started after it."""
-        for fd in self._lease_fds:
-            until = drain(fd)
-            self._lease_until = self._lease_until if until is None else until
-        self._is_lease_enforced = time.monotonic() >= self._lease_until
-        if self._is_lease_enforced:
-            self._kill_all()
+        order, self._keep_order = self._keep_order, None
+        if order is not None:
+            self._settle_down(order, left)
+        else:
+            self._channel.send(("swept", [(pid, procfs.state(pid) or "gone") for pid in left]))
 
     def _kill_all(self) -> list[int]:
-        """Kill whatever is below us, and return what that was. A template that is not forking is no worker."""
-        spared = self._template.pid if self._template is not None and not self._forking else 0
-        pids = [pid for pid in procfs.descendants_of(self._pid) if pid != spared]
+        """Kill whatever is below us, and return what that was. The transfer process is spared; so are templates that
+        are not forking workers. One that is being forked is known by its mark alone."""
+        spared: list[int] = []
+        if self._templates is not None and all(worker.id < 0 for worker in self._forking):
+            spared = [each.pid for each in self._templates.all]
+        transfer_pid = self._snapshots.transfer_pid if self._snapshots is not None else 0
+        pids = [pid for pid in procfs.descendants_of(self._pid) if pid not in (*spared, transfer_pid)]
+        if spared and self._forking:
+            pids = [pid for pid in pids if not procfs.mark_of(pid).endswith(_TEMPLATE_MARK)]
         for pid in pids:
             procfs.kill(pid)
         return pids
 
     def _kill_everything(self) -> None:
         """The agent is gone. No answer is expected, so this takes as long as the kernel needs."""
-        self._template = None
+        self._templates = self._snapshots = None
         while self._kill_all():
             try:
                 os.waitpid(-1, 0)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
+    from holdfast.process.spawner.transfers import Transfers
     from holdfast.process.spawner.wire import Message
     from holdfast.snapshots.slots import Action, Ledger
 
@@ -41,14 +42,31 @@ class _Line:
 
 
 class Snapshots:
-    """Of all rounds of this spawner. `tell` sends a report to the agent:
+    """Of all rounds of this spawner. `settle` is for the transfer process (`transfers`). The agent orders:
+
+    begin(bytes, term, round, world size, ...)       a new round
+    keep(step, retained)                             say `kept_step` when a common snapshot has that step, or a later
+                                                     one. What was kept or copied before can go, but for the
+                                                     retained
+    retain(retained)                                 the same without a step
+    complete(step, retained)                         the same; all nodes have stored that step
+    peers(key, bandwidth, directory)                 slots can be moved from now on; with the socket at which other
+                                                     nodes ask for some, if they may
+    transfer(number, kind, snapshot, ...)            move slots
+
+    `tell` sends a report to the agent:
 
     held(snapshots with ranges of ranks, step that a restart would load or None, bytes of all slots)
-    kept(snapshot), warn(line)
+    parts([(snapshot, rank, bytes, whether it is of this node's ranks)...])
+    kept_step(snapshot), warn(line)
+    transferred(number, kind, snapshot, problems)
     """
 
-    def __init__(self, poller: select.poll, tell: Callable[[Message], None]) -> None:
-        self._poller, self._tell = poller, tell
+    def __init__(
+        self, poller: select.poll, tell: Callable[[Message], None], settle: Callable[[list[int]], None]
+    ) -> None:
+        self._poller, self._tell, self._settle = poller, tell, settle
+        self._transfers: Transfers | None = None
         self._ledger: Ledger | None = None
         self._round: tuple[Any, ...] = ()
         self._limit = 0
@@ -57,6 +75,42 @@ class Snapshots:
         self._failures: dict[int, str] = {}
         self._has_news = False
         self._tell_at = 0.0
+
+    def obey(self, order: Message | list[Any], fds: list[int]) -> None:
+        match order:
+            case ["begin", limit, *round]:
+                self.begin(limit, *round)
+            case ["keep", step, retained]:
+                self._retain(retained)
+                self.act(self.ledger.keep_from(step))
+            case ["retain", retained]:
+                self._retain(retained)
+            case ["peers", key, bandwidth, directory]:
+                from holdfast.process.spawner.transfers import Transfers
+
+                known = (fds[0] if fds else -1, self._poller, self._settle, self, self._tell)
+                self._transfers = self._transfers or Transfers((key, bandwidth, directory), *known)
+            case ["transfer", *transfer] if self._transfers is not None:
+                self._transfers.order(*transfer)
+            case ["complete", step, retained]:
+                self._retain(retained)
+                if self._transfers is not None:
+                    self._transfers.complete(step)
+            case _:
+                raise ValueError(f"the spawner does not know the order {order[0]!r}")
+
+    def _retain(self, orders: list[tuple[int, int, int]]) -> None:
+        """Of what was kept, and copied to this node, let all go but these: term, round and step."""
+        from holdfast.snapshots.slots import COPY, KEPT
+
+        slots = self.ledger.slots.values()
+        for snapshot in {slot.snapshot for slot in slots if slot.snapshot is not None and slot.pins & {KEPT, COPY}}:
+            if snapshot[:3] not in orders:
+                self.act([*self.ledger.unpin(snapshot, KEPT), *self.ledger.unpin(snapshot, COPY)])
+
+    @property
+    def transfer_pid(self) -> int:
+        return self._transfers.pid if self._transfers is not None else 0
 
     def begin(self, limit: int, *round: Any) -> None:
         """A new round: the last one's workers are gone. `round` are the arguments of `Ledger.begin`."""
@@ -89,7 +143,7 @@ class Snapshots:
         fds[messages.VARIABLE] = theirs.detach()
 
     def fds(self) -> list[int]:
-        return [*self._files.values(), *self._lines]
+        return [*self._files.values(), *self._lines, *(self._transfers.fds() if self._transfers is not None else [])]
 
     def duplicate(self, slot: int) -> int:
         """Another descriptor of a slot's memory."""
@@ -98,19 +152,33 @@ class Snapshots:
     def deadline(self) -> float | None:
         return self._tell_at if self._has_news else None
 
-    def hear(self, ready: Iterable[int], *, is_end: bool = False) -> None:
+    def hear(self, ready: list[int], *, is_end: bool = False) -> None:
         for fd in ready:
             if fd in self._lines:
                 self._serve(self._lines[fd])
+        if self._transfers is not None and self._transfers.hear(ready):
+            self._has_news = True
         now = time.monotonic()
         if self._has_news and (is_end or now >= self._tell_at):
             self._has_news, self._tell_at = False, now + _TELL_EVERY_S
             newest = self.ledger.newest
+            own = self.ledger.ranks
+            parts = [(each.snapshot, each.rank, each.size, each.rank in own) for each in self.ledger.slots.values()]
+            self._tell(("parts", [part for part in parts if part[0] is not None]))
             self._tell(("held", self.ledger.held(), newest[2] if newest else None, self.ledger.used))
 
     def settle(self) -> None:
         """Take what workers have sent before they ended, and tell all that is new."""
         self.hear([*self._lines], is_end=True)
+
+    def end(self) -> None:
+        """The run is over, and the spawner stays for another one: nothing of this one may be left."""
+        for line in [*self._lines.values()]:
+            self._close(line)
+        if self._transfers is not None:
+            self._transfers.end()
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     # Workers.
 
@@ -156,8 +224,8 @@ class Snapshots:
                 case ("drop", slot):
                     if (fd := self._files.pop(slot, -1)) >= 0:
                         os.close(fd)
-                case ("kept", _):
-                    self._tell(action)
+                case ("kept", snapshot):
+                    self._tell(("kept_step", snapshot))
                 case ("give", rank, request, slot, _):
                     if problem := self._failures.pop(slot, ""):
                         self._send(rank, packed(messages.REFUSED, request, text=problem))

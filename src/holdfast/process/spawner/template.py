@@ -7,10 +7,13 @@ are those of a cold worker. Like the bootstrap, this file uses only the standard
 1. Import: the spawner sends the names of the modules and, for functions, the `sys.path` to find them with. After each
    module the process must still be safe to fork: one thread, no child process, no accelerator opened. If it is not, or
    if an import fails, the template says which module did it and ends. The workers then start cold.
-2. Wait: the spawner orders workers, or asks whether the template is still good: no imported file has changed, and it
-   has not grown.
+2. Wait: the spawner orders workers, or asks whether the template is still good: no imported file has changed, it has
+   not grown, and the program's directory, if it is another one, has no module that stands before an imported one.
 3. Fork: a child forks the workers and ends, so that they become children of the spawner, which reaps them like any
    other. `serve` returns in each worker, which goes on as a cold one does.
+
+The modules that workers import themselves are learned: an entry in `sys.meta_path` of each worker notes them in a file
+of the agent (`Imports`). The next template is a fork of this one that imports them as well, slowly (`Pauses`).
 
 A worker must find what a cold one finds after the same imports. Some libraries keep what they drew from the process
 when they were imported; that is made anew: the random states of numpy and torch (`random` does so itself),
@@ -20,10 +23,13 @@ a worker's tree is found, is overwritten in place.
 
 Messages are marshalled tuples in packets; the spawner's end is `wire.Channel`.
 
-    to the template     ("preload", modules, path)   ("check",)
+    to the template     ("preload", modules, path, learned modules, whether slowly)
+                        ("check", program, directory)   with the file for imports, if any
+                        ("rest",)   there is no agent   ("look",)   answered only if it is stale
                         ("start", spawner, [(argv, environment, directory, cpus, names of the descriptors), ...])
                         with the report pipe and the descriptors of each worker
     from it             ("importing", module)   ("ready",)   ("stale", reason)   ("cold", reason)
+                        ("left out", module, reason)
 
 A worker writes `P<pid>` and a line feed into its report pipe once it is the spawner's child, and closes the pipe when
 the program is about to run. The number of an error means that it could not be started.
@@ -67,11 +73,15 @@ class UnfitError(Exception):
 class Template:
     """The loop of the template. `serve` returns in the workers."""
 
-    def __init__(self, fd: int) -> None:
-        self.sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET, 0, fd)
-        os.set_inheritable(fd, False)
-        self.pid = os.getpid()
-        self.forks = 0
+    def __init__(
+        self, fd: int, program_path: "list[str]", path_of: "Callable[[str], list[str]]" = lambda mode: []
+    ) -> None:
+        """`program_path` is what the program has added to `sys.path`, `path_of` says so for any program."""
+        self.open(fd)
+        self.program_path, self.path_of = program_path, path_of
+        self.program_places = places_of(program_path)
+        self.first_modules = set(sys.modules)
+        self.imports_fd = -1
         self.size_bytes = 0
         self.files: dict[str, tuple[int, int] | None] = {}
         # What the imports did to the environment. None: the variable was removed.
@@ -79,19 +89,33 @@ class Template:
         self.blas_setters: list[Callable[[int], object]] = []
         self.openmp_setters: list[Callable[[int], object]] = []
 
+    def open(self, fd: int) -> None:
+        self.sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET, 0, fd)
+        os.set_inheritable(fd, False)
+        self.pid, self.forks = os.getpid(), 0
+
     def serve(self) -> None:
-        try:
-            (_, modules, path), _ = self.receive()
-            self.preload(modules, path)
-            self.send("ready")
-            while not self.answer():
-                pass
-        except UnfitError as error:
-            self.send("cold", str(error))
-            os._exit(0)
+        while True:
+            try:
+                (_, modules, path, learned, is_slow), fds = self.receive()
+                self.take_imports_file(fds)
+                self.preload(modules, path, learned, is_slow)
+                self.send("ready")
+                while not self.answer():
+                    pass
+            except UnfitError as error:
+                self.send("cold", str(error))
+                os._exit(0)
+            fd = os.environ.pop("HOLDFAST_TEMPLATE", "")
+            if not fd:
+                return
+            self.open(int(fd))  # This fork is the next template.
 
     def send(self, *message: str) -> None:
-        self.sock.send(marshal.dumps(message))
+        try:
+            self.sock.send(marshal.dumps(message))
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(0)
 
     def receive(self) -> "tuple[Message, list[int]]":
         try:
@@ -114,13 +138,34 @@ class Template:
         message, fds = self.receive()
         if message[0] == "start":
             return self.fork_workers(message[1], message[2], fds)
-        reason = self.staleness()
+        if message[0] == "look":
+            reason = self.staleness()
+            if reason:
+                self.send("stale", reason)
+            return False
+        self.take_imports_file(fds)
+        if message[0] == "rest":
+            self.let_go()
+            return False
+        reason = self.staleness() or self.objection_to(*message[1:])
         self.send(*(("stale", reason) if reason else ("ready",)))
         return False
 
+    def take_imports_file(self, fds: "list[int]") -> None:
+        close_all([self.imports_fd] if self.imports_fd >= 0 else [])
+        self.imports_fd = fds[0] if fds else -1
+
+    def let_go(self) -> None:
+        """Of what belongs to the agent that has ended."""
+        os.chdir("/")
+        null_fd = os.open(os.devnull, os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null_fd, fd)
+        os.close(null_fd)
+
     # Importing.
 
-    def preload(self, modules: "list[str]", path: "list[str] | None") -> None:
+    def preload(self, modules: "list[str]", path: "list[str] | None", learned: "list[str]", is_slow: bool) -> None:
         if path is not None:
             sys.path[:] = path
         before = dict(os.environb)
@@ -128,15 +173,17 @@ class Template:
         for module in modules:
             self.send("importing", module)
             self.import_one(module)
+        if learned:
+            run_beside("learned_imports")["import_all"](learned, is_slow, self.send, self.check_fitness)
         if os.environb.get(BLAS_THREADS) == b"1":
             del os.environb[BLAS_THREADS]
             if BLAS_THREADS in before:
                 os.environb[BLAS_THREADS] = before[BLAS_THREADS]
         after = dict(os.environb)
         changed = (name for name in {**before, **after} if before.get(name) != after.get(name))
-        self.environment_changes = {name: after.get(name) for name in changed}
+        self.environment_changes.update({name: after.get(name) for name in changed})
         self.note_libraries()
-        self.files = {path: stamp_of(path) for path in imported_files()}
+        self.files = {path: stamp_of(path) for path in imported_files()} | self.files
         self.size_bytes = resident_bytes()
         # What is buffered here would be written once more by every worker.
         for stream in (sys.stdout, sys.stderr):
@@ -151,8 +198,11 @@ class Template:
         except BaseException as error:
             raise UnfitError(f"{module} cannot be imported: {words_of(error)}") from None
         finally:
-            if os.getpid() != self.pid:
-                os._exit(0)  # The module forked, and this is the child.
+            self.check_fitness(module)
+
+    def check_fitness(self, module: str) -> None:
+        if os.getpid() != self.pid:
+            os._exit(0)  # The module forked, and this is the child.
         threads = thread_count()
         deadline = time.monotonic() + THREAD_PATIENCE_S
         while threads > 1 and time.monotonic() < deadline:
@@ -167,6 +217,7 @@ class Template:
             raise UnfitError(f"{module} opens the device {device} when it is imported, which a fork cannot use")
 
     def note_libraries(self) -> None:
+        self.blas_setters, self.openmp_setters = [], []
         for path in sorted(set(mapped_files())):
             name = os.path.basename(path)
             if "openblas" in name:
@@ -183,6 +234,26 @@ class Template:
             return f"it has started {self.forks} workers"
         growth = resident_bytes() - self.size_bytes
         return f"it has grown by {growth >> 20} MiB" if growth > GROWTH_LIMIT_BYTES else ""
+
+    def objection_to(self, program: str, directory: "bytes | None") -> str:
+        """Why workers of this program would not find what they would import themselves; empty if they do."""
+        if directory is not None:
+            os.chdir(directory)
+        places = places_of(self.path_of(program))
+        if places == self.program_places:
+            return ""
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__dict__", {}).get("__file__")
+            if isinstance(file, str) and name != "__main__" and os.path.dirname(file) in self.program_places:
+                return f"it has imported {file}, which another program needs not have"
+        loaded = {name.partition(".")[0] for name in sys.modules} - self.first_modules
+        try:
+            files = [(place, name) for place in places for name in os.listdir(place)]
+        except OSError as error:
+            return str(error)
+        named = [os.path.join(place, name) for place, name in files if name.partition(".")[0] in loaded]
+        own = [file for file in named if file.endswith((".py", ".pyc", ".so")) or os.path.exists(f"{file}/__init__.py")]
+        return f"the program has its own {own[0]}" if own else ""
 
     # Forking.
 
@@ -228,8 +299,11 @@ class Template:
                 os.close(received.pop(name))
             self.set_environment({**environment, **{name.encode(): b"%d" % fd for name, fd in received.items()}})
             set_command_line([os.fsdecode(part) for part in argv])
+            self.set_program_path()
             set_buffering()
-            self.set_threads(cpus)
+            if "HOLDFAST_TEMPLATE" not in received:  # It starts threads, and none may be there in a template.
+                self.set_threads(cpus)
+                self.note_imports()
             make_random()
             belong_to(spawner, end_fd)
             os.write(report_fd, b"P%d\n" % os.getpid())
@@ -252,6 +326,18 @@ class Template:
             else:
                 os.environb[name] = value
 
+    def set_program_path(self) -> None:
+        path = self.path_of(sys.argv[1])
+        if path != self.program_path:
+            earlier = [place for place in self.program_path if place in sys.path]
+            start = sys.path.index(earlier[0]) if earlier else 0
+            sys.path[start : start + len(earlier)] = path
+            self.program_path = path
+
+    def note_imports(self) -> None:
+        if self.imports_fd >= 0:
+            sys.meta_path.insert(0, run_beside("learned_imports")["Imports"](self.imports_fd))
+
     def set_threads(self, cpus: "list[int]") -> None:
         names = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
         given = [text for text in map(os.environ.get, names) if text and text.isdigit() and int(text)]
@@ -260,6 +346,19 @@ class Template:
             setter(threads)
         for setter in self.openmp_setters if cpus and not os.environ.get("OMP_NUM_THREADS") else ():
             setter(len(cpus))
+
+
+def places_of(path: "list[str]") -> "list[str]":
+    return [place or os.getcwd() for place in path]
+
+
+def run_beside(name: str) -> "dict[str, Any]":
+    """Run another file of this directory, which is not a package here."""
+    path = os.path.join(os.path.dirname(run_beside.__code__.co_filename), f"{name}.py")
+    names = vars(type(sys)(f"holdfast_{name}"))
+    with open(path, "rb") as file:
+        exec(compile(file.read(), path, "exec", dont_inherit=True), names)
+    return names
 
 
 def fork_or_refuse(report_fd: int) -> bool:

@@ -22,7 +22,9 @@ import errno
 import marshal
 import math
 import os
+import select
 import struct
+import time
 from _weakrefset import WeakSet  # `weakref` has it from there; the spawner starts faster without the rest.
 
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
@@ -75,6 +77,9 @@ class Channel:
 
     def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Queue a message and send what the socket takes. The descriptors become the channel's to close."""
+        if not self.is_open:
+            _close_all(fds)
+            return
         body = marshal.dumps(message)
         if len(body) > _PACKET_BYTES:
             body, fds = marshal.dumps(None), (*fds, memory_file(body))
@@ -178,6 +183,43 @@ class Lease(Pipe):
             drain(self._read_fd)
             self._write()
             return os.dup(self._read_fd)
+
+
+class HeldLease:
+    """The spawner's end. There may be none: then it never ends."""
+
+    def __init__(self, poller: select.poll) -> None:
+        self._poller = poller
+        self.fds: tuple[int, ...] = ()
+        self._until = math.inf
+        self.is_over = False
+
+    def take(self, fd: int) -> None:
+        self._close()
+        self.fds = (fd,)
+        self._poller.register(fd, select.POLLIN)
+
+    def deadlines(self) -> list[float]:
+        """One that was over when it was looked at is no deadline any more. Whether it is over by now says nothing: that
+        may have happened after the last look."""
+        return [] if self.is_over or self._until == math.inf else [self._until]
+
+    def look(self) -> bool:
+        """Whether it is over."""
+        for fd in self.fds:
+            until = drain(fd)
+            self._until = self._until if until is None else until
+        self.is_over = time.monotonic() >= self._until
+        return self.is_over
+
+    def drop(self) -> None:
+        self._close()
+        self.fds, self._until, self.is_over = (), math.inf, False
+
+    def _close(self) -> None:
+        for fd in self.fds:
+            self._poller.unregister(fd)
+            os.close(fd)
 
 
 def drain(read_fd: int) -> float | None:

@@ -70,11 +70,12 @@ class GroupSpec:
     `entrypoint` is a function or the program to execute; `start_method` is for functions. In
     `log_line_prefix_template`, `${hostname}`, `${role_name}`, `${rank}` and `${local_rank}` are filled in. `prefix`
     says when lines on the console have one: auto, always or never. Workers are forked from a process that has imported
-    the modules of `preload`, unless that takes longer than `preload_timeout_s`. The launcher fills these fields from
-    those of `LaunchConfig` that have the same names. `refusal` says why the group cannot be started on this node, if
-    that is known before the rendezvous, so that all nodes hear of it. `clean_shm`: see `shared_memory`.
-    `snapshot_memory` is how many bytes the snapshots of this node may have: 0 means that there are none, None a
-    quarter of its memory.
+    the modules of `preload`, unless that takes longer than `preload_timeout_s`. That process stays for `preload_keep_s`
+    after a run that ends well. `preload_learns` are the packages whose imports are learned; empty for all, None for
+    none. The launcher fills these fields from those of `LaunchConfig` that have the same names. `refusal` says why the
+    group cannot be started on this node, if that is known before the rendezvous, so that all nodes hear of it.
+    `clean_shm`: see `shared_memory`. `snapshot_memory` is how many bytes the snapshots of this node may have (0: none,
+    None: a quarter of its memory), `snapshot_bandwidth` how many a second are sent to other nodes (0: no limit).
     """
 
     role: str
@@ -89,8 +90,12 @@ class GroupSpec:
     refusal: str = ""
     preload: tuple[str, ...] = ()
     preload_timeout_s: float = 300.0
+    preload_keep_s: float | None = None
+    preload_learns: tuple[str, ...] | None = None
     clean_shm: bool = False
     snapshot_memory: int | None = None
+    snapshot_dir: str = ""
+    snapshot_bandwidth: int = 0
 
 
 class PContext(abc.ABC):
