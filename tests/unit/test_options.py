@@ -159,6 +159,11 @@ TIME = "is not a duration such as 30, 30s, 5m or 2h"
         *((options.duration_s, text, f"{text!r} {TIME}") for text in ("soon", "-1", "nan", "1e9", "")),
         (options.duration_above_0_s, "1d", 86400.0),
         (options.duration_above_0_s, "0s", re.compile("'0s' is not a time above 0: .*")),
+        *((options.size_bytes, text, value) for text, value in (("off", 0), ("512m", 512 << 20), ("1.5GiB", 3 << 29))),
+        *(
+            (options.size_bytes, text, f"{text!r} is not a size such as 512m, 4g or off")
+            for text in ("", "x", "-1", "m")
+        ),
         (options.seconds_above_0, "2.5", 2.5),
         *(
             (options.seconds_above_0, text, f"{text!r} is not a number of seconds above 0")

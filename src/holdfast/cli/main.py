@@ -28,6 +28,7 @@ COMMANDS = {
     "attach": ("holdfast.cli.attach:main", "show the output of a run that goes on without its terminal"),
     "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
+    "snapshots": ("holdfast.cli.snapshots:main", "list the snapshots of a run, or write them as files"),
     "warm": ("holdfast.cli.warm:main", "keep modules in memory, so that the next runs start at once"),
     "doctor": ("holdfast.cli.doctor:main", "check this host and the way to a coordinator"),
     "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),

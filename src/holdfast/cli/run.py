@@ -123,6 +123,8 @@ def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
 
 def check_values(args: RunArguments) -> None:
     """What can be checked only on this host."""
+    if args.snapshot_every and not args.snapshot_dir:
+        raise UserError("--snapshot-every needs a directory for the files: --snapshot-dir DIR")
     if args.event_log_handler != "null":
         from holdfast.telemetry import events
 
@@ -373,6 +375,9 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         prefix=args.prefix,
         events_file=args.events_file or "",
         clean_shm=args.clean_shm,
+        snapshot_memory=args.snapshot_memory,
+        snapshot_dir=args.snapshot_dir,
+        snapshot_bandwidth=args.snapshot_bandwidth,
     )
 
 

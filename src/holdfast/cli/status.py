@@ -114,6 +114,8 @@ def lines_of(view: RunView, *, is_all: bool = True) -> Iterator[str]:
     yield escape.one_line(words.sentence(view))
     if past := words.history_line(view.history):
         yield past
+    if saved := words.snapshot_line(told.status for told in view.agents.values()):
+        yield saved
     yield from stragglers.words(view.stragglers())
     if view.problem:
         yield escape.one_line(f"Only this host's agents are shown: {view.problem}.")

@@ -6,120 +6,31 @@ the declarations. `run.py` hands the values on, field by field.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from holdfast.cli.arguments.values import (
+    address,
+    duration_above_0_s,
+    duration_s,
+    exit_codes,
+    host_and_port,
+    module_names,
+    names,
+    port,
+    ranks,
+    seconds_above_0,
+    signal_names,
+    signals_of_progress,
+    size_bytes,
+    streams,
+)
 from holdfast.errors import UserError
-from holdfast.option import LONGEST_NUMBER, Option, Options, count, flag, optional, second_name, texts, value
-
-if TYPE_CHECKING:
-    from holdfast.hangs.policy import Signal
-    from holdfast.process.output.logs import Std
+from holdfast.option import Option, Options, count, flag, optional, second_name, texts, value
 
 PROGRAM = "holdfast run"
 USAGE = "holdfast run [options] script [arguments of the script]"
 
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-# --- from a text to a value: ValueError says what is wrong with the text ----------------------------------------
-
-
-def duration_s(text: str) -> float:
-    """`90`, `90s`, `1.5m`, `2h` as seconds."""
-    word = text.strip().lower()
-    unit_s = _UNITS_S.get(word[-1:])
-    try:
-        seconds = float(word[:-1]) * unit_s if unit_s else float(word)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise ValueError(f"{text!r} is not a duration such as 30, 30s, 5m or 2h")
-    return seconds
-
-
-def duration_above_0_s(text: str) -> float:
-    if (seconds := duration_s(text)) == 0:
-        raise ValueError(f"{text!r} is not a time above 0: nothing would ever count, and restarts would never end")
-    return seconds
-
-
-def seconds_above_0(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{text!r} is not a number of seconds above 0")
-    return seconds
-
-
-def port(text: str) -> int:
-    if not 0 < count(text) < 65536:
-        raise ValueError(f"{text!r} is not a port (1 to 65535)")
-    return int(text)
-
-
-def address(text: str, default_port: int | None = None) -> str:
-    """`HOST:PORT` of an address in the one syntax that all options for addresses share."""
-    from holdfast.rendezvous import endpoints
-
-    return endpoints.endpoint_text(*endpoints.parse_address(text, default_port))
-
-
-def host_and_port(text: str) -> str:
-    """The same if the port may be left out: then it is any free one."""
-    return address(text, 0)
-
-
-def names(text: str) -> frozenset[str]:
-    return frozenset(name.strip() for name in text.split(",") if name.strip())
-
-
-def exit_codes(text: str) -> frozenset[int]:
-    try:
-        return frozenset(map(int, names(text)))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of exit codes such as 2,64") from None
-
-
-def ranks(text: str) -> set[int] | None:
-    """None if there are none."""
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isdecimal() and len(word) <= LONGEST_NUMBER for word in words):
-        raise ValueError(f"{text!r} is not a list of ranks such as 0,1")
-    return {int(word) for word in words} or None
-
-
-def module_names(text: str) -> tuple[str, ...]:
-    from holdfast.process import preload
-
-    return preload.module_names(text)
-
-
-def streams(text: str) -> Std | dict[int, Std]:
-    from holdfast.process.output.logs import Std
-
-    return Std.from_str(text)
-
-
-def signal_names(text: str) -> str:
-    """Checked, and left as it is: the workers get it in their environment."""
-    from holdfast import signals
-
-    if not signals.parse_signals(text):
-        raise ValueError("the list names no signal")
-    return text
-
-
-def signals_of_progress(text: str) -> frozenset[Signal]:
-    from holdfast.hangs import policy
-
-    return policy.parse_signals(text)
-
-
-WORKERS = "Workers"
-NODES = "Nodes and rendezvous"
-HOSTS = "Many hosts by ssh"
+WORKERS, NODES, HOSTS = "Workers", "Nodes and rendezvous", "Many hosts by ssh"
 FAILURES = "Failures and restarts"
 HANGS = "Hangs"
 LOGS = "Logs of the workers"
@@ -306,6 +217,17 @@ class RunArguments(Options):
     clean_shm = flag("--clean-shm", FAILURES, in_full=True, help=
         "When the workers of a round are stopped, remove the files in /dev/shm that they had made, that belong to "
         "this user, and that no process uses any more. A worker that is killed leaves such files behind.")
+    snapshot_memory = optional("--snapshot-memory SIZE", FAILURES, size_bytes, in_full=True, help=
+        "How much memory of this node the snapshots of its workers may have, as in 512m or 8g; 0 or off: none are "
+        "kept. Left out, it is a quarter of the memory of this host or of its control group. Memory is used only if a "
+        "worker saves something. See docs/snapshots.md.")
+    snapshot_dir = value("--snapshot-dir DIR", FAILURES, str, "", in_full=True, help=
+        "Write the newest snapshot to DIR when the run is ended by a failure, a signal or `holdfast stop`, within "
+        "--grace-period, and load the newest one from there when the run starts. The newest two complete steps are "
+        "kept. See docs/snapshots.md.")
+    snapshot_bandwidth = value("--snapshot-bandwidth SIZE", FAILURES, size_bytes, "0", in_full=True, help=
+        "How many bytes a second this node may send to other nodes when it copies snapshots, as in 100m; 0 means no "
+        "limit.")
     signals_to_handle = value("--signals-to-handle NAMES", FAILURES, signal_names, "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         help="The signals that stop the run in order: the workers get the same signal, and the grace period to exit.")
     monitor_interval = value("--monitor-interval SECONDS", FAILURES, seconds_above_0, "0.1", help=

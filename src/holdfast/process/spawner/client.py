@@ -17,6 +17,7 @@ from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
 from holdfast.log import Logger
 from holdfast.process import adoption
+from holdfast.process.spawner import snapshot_link
 from holdfast.process.spawner.wire import Channel, Lease, channel_pair, memory_file
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ starting = threading.RLock()
 os.register_at_fork(after_in_child=starting._at_fork_reinit)  # type: ignore[attr-defined]  # As concurrent.futures does.
 
 
-class SpawnerLink:
+class SpawnerLink(snapshot_link.SnapshotLink):
     """One spawner process. Not thread-safe; belongs to the one loop that decides."""
 
     def __init__(self, channel: Channel, pid: int, token: str) -> None:
@@ -76,6 +77,7 @@ class SpawnerLink:
         self._kept: Literal[True] | str | None = None  # The answer to `keep`.
         self._is_gone = threading.Event()
         self._is_guarded = False
+        super().__init__()
 
     @classmethod
     def launch(cls) -> SpawnerLink:
@@ -152,6 +154,10 @@ class SpawnerLink:
 
     def fileno(self) -> int:
         return self._channel.fileno()
+
+    @property
+    def is_gone(self) -> bool:
+        return self._is_gone.is_set()
 
     def suits(self, modules: tuple[str, ...]) -> bool:
         """Whether it was not kept for other modules, or for another environment."""
@@ -262,8 +268,11 @@ class SpawnerLink:
             if report[0] in _OF_TEMPLATES:
                 self._hear_of_template(report)
                 continue
+            if report[0] in snapshot_link.REPORTS:
+                self.note_snapshots(report)
+                continue
             match report:
-                case ("store", line):
+                case ("store" | "warn", line):
                     logger.warning("%s", line)
                     continue
                 case ("started", _, pid):
@@ -291,6 +300,7 @@ class SpawnerLink:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
         self._is_gone.set()
         self._is_warming = self._is_learning = False
+        self.forget_snapshots()
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)
