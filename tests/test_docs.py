@@ -311,6 +311,7 @@ EXAMPLE_LINES = [line for block in fences(EXAMPLES, "sh") for line in block.spli
 
 
 @promise("project.example-runs-line-says: Each example runs as its line says, and so do two nodes in two terminals.")
+@proves("adopted-commands.accelerate-launch")
 @pytest.mark.parametrize("line", EXAMPLE_LINES)
 def test_examples_run(line: str, tmp_path: Path) -> None:
     noted = re.search(r"# exit status (\d+)", line)
