@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.cli import (
     adopt,
+    attach,
     bundle,
     coordinator,
     dashboard,
@@ -27,7 +28,8 @@ from holdfast.cli import (
     warm,
 )
 from holdfast.cli.arguments import parser
-from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE, Option
+from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE
+from holdfast.option import Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
 
@@ -139,6 +141,7 @@ def document() -> str:
                 top,
                 dashboard,
                 logs,
+                attach,
                 stop,
                 stacks,
                 snapshots,

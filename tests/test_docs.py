@@ -311,6 +311,7 @@ EXAMPLE_LINES = [line for block in fences(EXAMPLES, "sh") for line in block.spli
 
 
 @promise("project.example-runs-line-says: Each example runs as its line says, and so do two nodes in two terminals.")
+@proves("adopted-commands.accelerate-launch")
 @pytest.mark.parametrize("line", EXAMPLE_LINES)
 def test_examples_run(line: str, tmp_path: Path) -> None:
     noted = re.search(r"# exit status (\d+)", line)
@@ -439,7 +440,8 @@ def test_the_training_that_is_killed_ends_with_the_weights_of_one_that_is_not(tm
 # Between holdfast's own processes, and what the error of `EtcdServer` names if there is no etcd.
 OWN_VARIABLES = {
     "HOLDFAST_ADOPT", "HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE",
-    "HOLDFAST_REHEARSAL", "HOLDFAST_TEMPLATE", "HOLDFAST_PROGRESS", "HOLDFAST_SNAPSHOTS", "HOLDFAST_ETCD_BINARY",
+    "HOLDFAST_REHEARSAL", "HOLDFAST_TEMPLATE", "HOLDFAST_PROGRESS", "HOLDFAST_SNAPSHOTS", "HOLDFAST_BRIEF",
+    "HOLDFAST_SUCCESS_FILE", "HOLDFAST_JOB_PID", "HOLDFAST_DETACHED", "HOLDFAST_ETCD_BINARY",
     "TORCHELASTIC_ETCD_BINARY_PATH",
 }  # fmt: skip
 

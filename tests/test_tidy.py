@@ -24,6 +24,7 @@ _BASE = {
     "log",
     "log_lines",
     "loop",
+    "option",
     "procfs",
     "progress_board",
     "signals",
@@ -51,6 +52,7 @@ LAYERS = {
     "signals": {"errors"},
     "stdio": {"escape", "text"},
     "log": {"log_lines"},
+    "option": {"frozen"},
     "log_lines": {"escape", "stdio"},
     **{
         name: set()
@@ -75,11 +77,11 @@ LAYERS = {
 
 # Modules that decide and do nothing else: they import data modules and each other.
 _PURE = {
-    "": "errors escape frozen text wire_types",
+    "": "errors escape frozen option text wire_types",
     "agent": "environment lifecycle ranks",
     "failures": "cause records report",
     "hangs": "compare policy",
-    "hosts": "agent_fleet engine_detection host_lines job kubernetes own_lines",
+    "hosts": "agent_fleet engine_detection host_lines job kubernetes_manifest own_lines",
     "hosts/ssh": "command host_list messages",
     "observe": "log_tail",
     "process": "torch_store",
@@ -98,8 +100,8 @@ PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for
 DATA_MODULES = {
     "__future__", "_collections", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
     "hashlib", "heapq",
-    "hmac", "inspect", "itertools", "json", "math", "msgspec", "msgspec.msgpack", "operator", "re", "signal", "string",
-    "struct", "types", "typing", "zlib",
+    "hmac", "inspect", "itertools", "json", "math", "msgspec", "msgspec.msgpack", "operator", "re", "shlex",
+    "signal", "string", "struct", "types", "typing", "zlib",
     # What pure modules take from these is data.
     "holdfast.agent.model", "holdfast.hosts.engines", "holdfast.process.output.log_files",
 }  # fmt: skip

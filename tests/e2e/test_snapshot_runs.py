@@ -116,7 +116,7 @@ def kill_some(training: Training, attempt: int, chance: random.Random) -> None:
 def test_a_training_that_is_killed_ends_as_if_nothing_had_happened(kind: str, tmp_path: Path) -> None:
     support.need_module({"ddp": "torch", "fsdp": "torch"}.get(kind, kind))
     kills = 50 if support.is_test_all() else 4
-    steps = (kills + 1) * STEPS_BETWEEN + 20
+    steps = (kills + 1) * 4 * STEPS_BETWEEN
     with started(kind, steps, tmp_path / "whole") as whole:
         expected = whole.finish().result()
     chance = random.Random(f"{kind} {kills}")

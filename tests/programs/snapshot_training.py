@@ -130,6 +130,7 @@ def main() -> None:
             out["training"] = state()
         note("saved", number)
         holdfast.progress(number)
+        time.sleep(0.005)  # So that it is not over before it can be killed.
     note("weights", digest(weights()))
 
 

@@ -267,6 +267,7 @@ def test_a_loop_that_waits_is_not_busy() -> None:
 def test_a_loop_in_a_hook_is_busy_but_not_stuck() -> None:
     busy_time = BusyTime()
     with busy_time.measured_here():
+        assert busy_time.stuck_for_s() <= busy_time.busy_for_s(), "before any hook"
         with loop.in_hook():
             loop.wait_readable([], 0)
             assert busy_time.busy_for_s() > 0

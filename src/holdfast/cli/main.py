@@ -25,6 +25,7 @@ COMMANDS = {
     "top": ("holdfast.cli.top:main", "watch a run, its nodes and workers, live"),
     "dashboard": ("holdfast.cli.dashboard:main", "serve a page about a run to browsers"),
     "logs": ("holdfast.cli.logs:main", "show or follow the log files of a run's workers"),
+    "attach": ("holdfast.cli.attach:main", "show the output of a run that goes on without its terminal"),
     "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
     "snapshots": ("holdfast.cli.snapshots:main", "list the snapshots of a run, or write them as files"),

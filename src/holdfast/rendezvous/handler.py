@@ -172,7 +172,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             digest = digest_of(self._script) if options.max_nodes > 1 else ""
             self._facts = replace(self._facts, address=options.local_addr or self._find_address(), script=digest)
             self._held_at = _numeric(self._facts.address)
-            settings.warn_of_token(options.token, self._facts.address)
+            if "HOLDFAST_BRIEF" not in os.environ:
+                settings.warn_of_token(options.token, self._facts.address)
             locator = self._make_locator(self._facts)
             lease = NodeLease(options.lease, may_outlive_lease=options.on_isolation == "continue")
             participant = node.Participant(self._facts, options.settings(self._policy), lease)
@@ -357,7 +358,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                 self.outcome = outcome
                 if not self._last_round:
                     news = f"has ended before this node had a place in it: {outcome.reason}"
-                    logger.warning("run %r %s; a new run needs another --rdzv-id", self._run_id, news)
+                    logger.warning("run %r %s; this run id cannot be used again", self._run_id, news)
             case model.Sealed(_, place):
                 self._last_round = place.round
                 self._compare_script(place)

@@ -6,10 +6,10 @@ holds the part of one snapshot. A slot that holds something is used again only i
 * pinned slots, which are being copied or written to disk, or are copies for other nodes;
 * the base, until the local ranks have a common snapshot of this round: the snapshot that the round was given to load,
   or the newest common one if it was given none;
-* the newest common snapshot of this round: all local ranks hold it, or it is replicated and one of them does;
-* the newest of each rank in this round.
+* the newest common snapshot of this round: all local ranks hold it, or it is replicated and one of them does.
 
-A rank that is one save ahead of the others of its node waits for them: so there is always a common snapshot.
+A rank that is one save ahead of the others of its node waits for them, so that it overwrites neither that one nor its
+own newest.
 
 A snapshot is a plain tuple, `(term, round, step, world size, is replicated)`: the spawner loads few modules, and tuples
 are ordered by age and can be marshalled. The actions are tuples, too:
@@ -114,7 +114,7 @@ class Ledger:
     def is_protected(self, slot: Slot) -> bool:
         if slot.is_given or slot.pins:
             return True
-        return slot.snapshot is not None and slot.snapshot in (self.newest, self._newest.get(slot.rank))
+        return slot.snapshot is not None and slot.snapshot == self.newest
 
     # Rounds.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from holdfast.option import LONGEST_NUMBER, count
+
 if TYPE_CHECKING:
     from holdfast.hangs.policy import Signal
     from holdfast.process.output.logs import Std
 
-_YES_OR_NO = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "false", "no"), False)}
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LONGEST_NUMBER = 18
 
 
 def duration_s(text: str) -> float:
@@ -41,12 +41,6 @@ def seconds_above_0(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"{text!r} is not a number of seconds above 0")
     return seconds
-
-
-def count(text: str) -> int:
-    if not text.strip().isdecimal() or len(text) > _LONGEST_NUMBER:
-        raise ValueError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
 
 
 def port(text: str) -> int:
@@ -94,15 +88,9 @@ def exit_codes(text: str) -> frozenset[int]:
 def ranks(text: str) -> set[int] | None:
     """None if there are none."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isdecimal() and len(word) <= _LONGEST_NUMBER for word in words):
+    if not all(word.isdecimal() and len(word) <= LONGEST_NUMBER for word in words):
         raise ValueError(f"{text!r} is not a list of ranks such as 0,1")
     return {int(word) for word in words} or None
-
-
-def filters(text: str) -> list[str] | None:
-    """Texts separated by commas, where two commas stand for one within a text; None if there are none."""
-    texts = [part.replace("\0", ",").strip() for part in text.replace(",,", "\0").split(",")]
-    return [part for part in texts if part] or None
 
 
 def module_names(text: str) -> tuple[str, ...]:
@@ -130,10 +118,3 @@ def signals_of_progress(text: str) -> frozenset[Signal]:
     from holdfast.hangs import policy
 
     return policy.parse_signals(text)
-
-
-def yes_or_no(text: str) -> bool:
-    word = text.strip().lower()
-    if word not in _YES_OR_NO:
-        raise ValueError(f"{text!r} is neither yes (1, true, yes) nor no (0, false, no)")
-    return _YES_OR_NO[word]

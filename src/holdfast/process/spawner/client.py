@@ -36,8 +36,11 @@ _OF_TEMPLATES = ("warm", "stale", "cold", "learned", "unlearned", "kept", "unkep
 
 # The file for the report of this node. An engine sets it, to show one report for all nodes.
 REPORT_FILE_VARIABLE = "HOLDFAST_REPORT_FILE"
+BRIEF_VARIABLE = "HOLDFAST_BRIEF"  # Set if another agent of the run writes the report to the same console.
+SUCCESS_FILE_VARIABLE = "HOLDFAST_SUCCESS_FILE"  # An agent makes that file when the run has succeeded.
+OF_ENGINES = (REPORT_FILE_VARIABLE, BRIEF_VARIABLE, SUCCESS_FILE_VARIABLE)
 # What is the agent's alone. Neither spawner nor worker gets these.
-SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", REPORT_FILE_VARIABLE.encode())
+SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", *map(str.encode, OF_ENGINES))
 # As a rule these say in which file the token is, which the program may use, too.
 _SECRETS_OR_PATHS = (b"KUBEFLOW_TRAINER_SERVER_TOKEN", b"KUBEFLOW_TRAINER_STATUS_TOKEN")
 

@@ -238,7 +238,9 @@ class Spawner:
     def _start(self, id_: int, order: Message, changes: dict[bytes, bytes], fds: dict[str, int]) -> int:
         """Returns the pid, if it is known."""
         kind, argv, cpus = order
-        mark = self._token + (_TEMPLATE_MARK if id_ < 0 else b".%d" % id_)
+        # Each template has its own: a process that it has just forked shows it, and must not be taken for an orphan of
+        # an earlier template.
+        mark = self._token + (b".%03d%b" % (-id_ % 1000, _TEMPLATE_MARK) if id_ < 0 else b".%d" % id_)
         environment = {**self._environment, **changes, procfs.MARK_VARIABLE.encode(): mark}
         if self._snapshots is not None and id_ >= 0:
             self._snapshots.add_descriptor(id_, fds)
