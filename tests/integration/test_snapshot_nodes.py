@@ -24,7 +24,7 @@ from tests.promises import promise, proves
 
 TRAIN = '''
 """Trains to a step, and saves after each. Stands still at the step in the file `pause`, while that is there."""
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 
 import holdfast
 
@@ -54,6 +54,8 @@ def pause():
         return last + 1
 
 
+if (home / "deaf").exists():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 note("loads", node=os.environ["TEST_NODE"])
 while step < last:
     if (home / "fail").exists():
@@ -228,6 +230,19 @@ def test_the_next_run_goes_on_where_this_one_ended(run: Training, end: str) -> N
     assert run.train_alone("--nproc-per-node", "2", "--snapshot-dir", str(run.disk), label="y").wait() == 0
     assert run.loaded(label="y") == {0: 20, 1: 20}
     run.check_results(2, label="y")
+
+
+@proves("snapshots.disk-at-the-end")
+def test_workers_that_ignore_the_signal_leave_their_files_as_well(run: Training) -> None:
+    """They use up the grace period; meanwhile the files are written."""
+    (run.home / "deaf").touch()
+    run.pause_at(20)
+    node = run.train_alone("--nproc-per-node", "2", "--snapshot-dir", str(run.disk), "--grace-period", "2s")
+    run.await_step(20, 2)
+    node.send(signal.SIGTERM)
+    assert node.wait() == 143
+    assert f"step 20 of this node was written to {run.disk}" in node.log
+    assert "within the grace period" not in node.log
 
 
 @promise(

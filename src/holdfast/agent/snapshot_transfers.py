@@ -22,7 +22,6 @@ from holdfast.signals import SignalException
 from holdfast.snapshots import disk
 from holdfast.snapshots.slots import Snapshot, ranges_of
 from holdfast.telemetry.status import HeldParts
-from holdfast.text import plural
 
 if TYPE_CHECKING:
     from holdfast.process.spawner.client import SpawnerLink
@@ -34,6 +33,7 @@ logger = Logger(__name__)
 _AT_THE_END = 2  # Nodes may be one step apart: what the others have is the newest step of this one, or the one before.
 
 
+_LAST_MOMENT_S = 0.5  # After the grace period, to hear of files that were written in it.
 _WRITTEN = "written"
 
 
@@ -52,8 +52,8 @@ class SnapshotTransfers:
         self._agreed: Snapshot | None = None  # The last one that all nodes keep, and the last that all have stored.
         self._complete: tuple[int, int, int] | None = None
         self._storing: dict[int, str] = {}  # Orders for the agreed step, and what each is.
-        self._awaited: dict[int, Callable[[list[str]], None]] = {}  # Other orders,
-        self._last_files: set[int] = set()  # and those of them that write the last files.
+        self._awaited: dict[int, Callable[[list[str]], None]] = {}  # Other orders.
+        self._last_files: set[int] = set()  # Orders that write the last files.
         self._written: set[Snapshot] = set()
         self._on_disk: dict[Snapshot, list[disk.Found]] = {}
         self._has_looked = False
@@ -208,8 +208,10 @@ class SnapshotTransfers:
                 self._kept = snapshot
                 self._tell(changed(self._steps, kept=snapshot[2]))
             case ("transferred", number, _, snapshot, problems):
-                self._last_files.discard(number)
-                if number in self._awaited:
+                if number in self._last_files:
+                    self._last_files.remove(number)
+                    self._end_last_file(snapshot, problems)
+                elif number in self._awaited:
                     self._awaited.pop(number)(problems)
                 elif number in self._storing:
                     self._end_store(self._storing.pop(number), snapshot, problems)
@@ -227,40 +229,30 @@ class SnapshotTransfers:
     # The end of the run.
 
     def begin_last_files(self) -> None:
-        """Have the newest common steps of this node written, unless they are already. May be called again."""
-        if self._link is None or not self._directory:
+        """Have the newest common steps of this node written, unless they are already. May be called again. The spawner
+        knows which these are: the agent hears of commits a second late."""
+        if self._link is None or not self._link.has_peers or not self._directory:
             return
-        common = [snapshot for snapshot, ranges in self._link.held if self._is_common(snapshot, ranges)]
-        for snapshot in common[:_AT_THE_END]:
-            if snapshot not in self._written:
-                self._written.add(snapshot)
-                then = self._last_file_ended(snapshot)
-                self._last_files.add(self._order("write", snapshot, (self._directory, True), then))
+        numbers = [next(self._numbers) for _ in range(_AT_THE_END)]
+        self._last_files.update(numbers)
+        self._link.order_of_snapshots("last", numbers, self._directory, [*self._written])
 
-    def _is_common(self, snapshot: Snapshot, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether all local ranks have saved it in this run."""
-        held = {rank for first, count in ranges for rank in range(first, first + count)}
-        return any(snapshot[:2]) and (snapshot[4] or held.issuperset(self._ranks))
-
-    def _last_file_ended(self, snapshot: Snapshot) -> Callable[[list[str]], None]:
-        def end(problems: list[str]) -> None:
-            if problems:
-                logger.warning("step %d cannot be written to %s: %s", snapshot[2], self._directory, problems[0])
-            else:
-                logger.info("step %d of this node was written to %s", snapshot[2], self._directory)
-
-        return end
+    def _end_last_file(self, snapshot: Snapshot | None, problems: list[str]) -> None:
+        if snapshot is not None and problems:
+            logger.warning("step %d cannot be written to %s: %s", snapshot[2], self._directory, problems[0])
+        elif snapshot is not None:
+            logger.info("step %d of this node was written to %s", snapshot[2], self._directory)
 
     def await_last_files(self, until: float) -> None:
         """Blocks until then at most. What is not written by then does not count, and older files stay."""
         link, files = self._link, self._last_files
+        until = max(until, time.monotonic() + _LAST_MOMENT_S)
         with contextlib.suppress(SignalException):  # Another signal: the user does not want to wait.
             while link is not None and files and not link.is_gone and (left_s := until - time.monotonic()) > 0:
                 link.wait(left_s, new_signals_only=True)
                 link.reports()
         if files:
-            what = plural(len(files), "snapshot")
-            logger.warning("%s could not be written to %s within the grace period", what, self._directory)
+            logger.warning("not all files were written to %s within the grace period", self._directory)
 
     # For people.
 

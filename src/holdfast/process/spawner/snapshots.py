@@ -53,6 +53,8 @@ class Snapshots:
     peers(key, bandwidth, directory)                 slots can be moved from now on; with the socket at which other
                                                      nodes ask for some, if they may
     transfer(number, kind, snapshot, ...)            move slots
+    last(numbers, directory, written)                write the newest snapshots that the local ranks have in common, if
+                                                     they are not among those written: one for each number
 
     `tell` sends a report to the agent:
 
@@ -67,6 +69,7 @@ class Snapshots:
     ) -> None:
         self._poller, self._tell, self._settle = poller, tell, settle
         self._transfers: Transfers | None = None
+        self._last: set[Any] = set()  # Snapshots that are written because the run ends.
         self._ledger: Ledger | None = None
         self._round: tuple[Any, ...] = ()
         self._limit = 0
@@ -90,6 +93,8 @@ class Snapshots:
 
                 known = (fds[0] if fds else -1, self._poller, self._settle, self, self._tell)
                 self._transfers = self._transfers or Transfers((key, bandwidth, directory), *known)
+            case ["last", numbers, directory, written] if self._transfers is not None:
+                self._write_last(self._transfers, numbers, directory, written)
             case ["transfer", *transfer] if self._transfers is not None:
                 self._transfers.order(*transfer)
             case ["complete", step, retained]:
@@ -98,6 +103,23 @@ class Snapshots:
                     self._transfers.complete(step)
             case _:
                 raise ValueError(f"the spawner does not know the order {order[0]!r}")
+
+    def _write_last(self, transfers: Transfers, numbers: list[int], directory: str, written: list[Any]) -> None:
+        self.hear([*self._lines])  # What workers have committed just now counts.
+        ranks = {*self.ledger.ranks}
+        common = [
+            snapshot
+            for snapshot, ranges in self.ledger.held()
+            if any(snapshot[:2])
+            and (snapshot[4] or ranks <= {rank for first, count in ranges for rank in range(first, first + count)})
+        ]
+        fresh = [each for each in common[: len(numbers)] if each not in written and each not in self._last]
+        for number in numbers:
+            if fresh:
+                self._last.add(fresh[0])
+                transfers.order(number, "write", fresh.pop(0), (directory, True))
+            else:
+                self._tell(("transferred", number, "write", None, []))
 
     def _retain(self, orders: list[tuple[int, int, int]]) -> None:
         """Of what was kept, and copied to this node, let all go but these: term, round and step."""
