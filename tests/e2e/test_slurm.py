@@ -428,7 +428,7 @@ def test_a_requeued_job_meets_no_coordinator_of_its_first_life(holdfast: Holdfas
         slurm.workers()
         job = job_id_of(running)
         slurm.cluster.ask("scontrol", "requeue", job)
-        slurm.workers(deadline_s=90)
+        slurm.workers(deadline_s=180)
         running.process.wait(60)
         support.wait_until(lambda: not running.left(), "the coordinator ends, too")
         ended = running.wait()

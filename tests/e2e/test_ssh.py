@@ -351,9 +351,9 @@ def test_a_run_that_is_closed(cluster: Ssh) -> None:
     )
     cluster.pids(2)
     stopped = cluster.holdfast.start("job7", "--reason=enough", command=(COMMAND, "stop"))
+    assert stopped.process.wait(support.DEADLINE_S) == 0
     ended = running.wait()
     assert (ended.code, ended.last) == (94, "holdfast: the run was closed: enough"), ended
-    assert stopped.process.wait(support.DEADLINE_S) == 0
 
 
 # Bad input.
@@ -498,7 +498,7 @@ def test_commands_reach_the_run_through_the_command_that_started_it(cluster: Ssh
         assert done.returncode == 0, done
         return done.stdout
 
-    listed = re.compile(rf"^\S+ +{pid} +0 of 2 +running", re.MULTILINE)
+    listed = re.compile(rf"^\S+ +{pid} +\d of 2 +running", re.MULTILINE)  # Both agents are on this machine.
     support.wait_until(lambda: listed.search(asked("ps")), "the run is listed")  # Answers come behind output.
     shown = asked("status", pid, "--all")
     assert re.search(r"^1 +\S+ +\S+ +running", shown, re.MULTILINE), shown

@@ -49,6 +49,6 @@ So each end notices by itself, whatever was killed:
     the network                     the remote agent: silence. This command: ssh ends after ServerAliveInterval
     the remote agent                `die_with_parent`, which ends the agent. This command: ssh ends
     the agent                       its spawner, which kills the workers. The remote agent tells this command.
-    the remote agent of the place   the coordinator there, which ends two seconds later (`HOLDFAST_JOB_PID`)
+    the remote agent of the place   the coordinator there, which ends when no node is left (`HOLDFAST_JOB_PID`)
     this command stands still       the remote agents: silence
 """

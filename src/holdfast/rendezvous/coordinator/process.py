@@ -1,8 +1,9 @@
 """The coordinator process: started by an agent for its run (`main`, see `launch`), or by a user (`serve_by_hand`).
 
 One that an agent has started says what is wrong to that agent until it serves. Then it lets go of the agent's terminal,
-and writes to a log of its own; it ends with the run, or when no node is connected. If an engine owns the agents, it
-ends with the engine's process on this host (`JOB_PID_VARIABLE`): the next run of the job may need the port.
+and writes to a log of its own; it ends with the run, or when no node is connected. If an engine owns the agents, and
+the engine's process on this host is gone (`JOB_PID_VARIABLE`), it waits for no node to come back: the next run of the
+job may need the port.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
 # run may be over by now.
 _IDLE_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 2.0  # For nodes that have not heard of the end of the run when the engine's process has ended.
+_LOOK_AGAIN_S = 0.5
 
 
 def main(argv: list[str]) -> int:
@@ -98,18 +100,26 @@ async def _serve_for_a_run(orders: Orders) -> None:
 
 
 def _end_with_job(coordinator: Coordinator) -> None:
+    """Other nodes may go on without the one that is here, which has finished long before them, say."""
     loop = asyncio.get_running_loop()
+
+    def stop_without_nodes() -> None:
+        if any(each.run is not None for each in coordinator.connections.values()):
+            loop.call_later(_LOOK_AGAIN_S, stop_without_nodes)
+        else:
+            coordinator.stop()
+
     try:
         job = os.pidfd_open(int(os.environ[launch.JOB_PID_VARIABLE]))
     except KeyError:
         return
     except (OSError, ValueError):  # The process is gone already.
-        loop.call_later(_LAST_WORDS_S, coordinator.stop)
+        loop.call_later(_LAST_WORDS_S, stop_without_nodes)
         return
 
     def ended() -> None:
         loop.remove_reader(job)
-        loop.call_later(_LAST_WORDS_S, coordinator.stop)
+        loop.call_later(_LAST_WORDS_S, stop_without_nodes)
 
     loop.add_reader(job, ended)
 
