@@ -84,6 +84,7 @@ $(VENV)/.tools: Makefile | $(VENV)/bin/python
 	command -v ssh >/dev/null || apt-get install -y openssh-client
 	command -v chromium >/dev/null || apt-get install -y chromium
 	command -v slurmctld >/dev/null || apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge
+	command -v kubectl >/dev/null || apt-get install -y --no-install-recommends kubernetes-client
 	command -v mpirun >/dev/null || apt-get install -y --no-install-recommends openmpi-bin
 	@touch $@
 

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from bench import agent, nodes, rendezvous, restart, start, store, warm
+from bench import agent, nodes, rendezvous, restart, snapshots, start, store, warm
 from bench import page as pages
 from bench.results import Results, Section
 from bench.sides import end_descendants, environment, own_all_processes
@@ -61,6 +61,14 @@ MEASURES = (
         "last peer, *stop* until the last worker is gone, *rendezvous* until the last new process exists, *start* "
         "until the first line of its script, *import* until torch is imported, *initialise* until the all-reduce is "
         "done. The plot shows the run with the median time. Memory is PSS, after the first all-reduce.",
+    ),
+    Measure(
+        "snapshots", "State after a failure", snapshots.measure_snapshots, 3,
+        "Workers with torch and a state of their own, an all-reduce in each step. One is killed, and the time ends "
+        "when the step after the failed one is done on all ranks. holdfast has `--preload torch`, and its workers save "
+        "a snapshot after each step. torchrun's write a checkpoint after every tenth step with `torch.save`, without "
+        "flushing it to the disk, and read it from the page cache. The time of a save is the median of ten, after the "
+        "two that allocate memory, over a copy of the same tensors to memory that is there.",
     ),
     Measure(
         "kept", "The second start", warm.measure_kept, 5,

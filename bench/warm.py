@@ -12,6 +12,7 @@ from bench.sides import HOLDFAST, KEPT, NS_PER_S, PRELOAD, TORCHRUN, Side, finis
 from bench.turns import Turns
 
 NPROC = 4
+_AGENT = "Most of the time is the agent's own start, which stays the same; what is saved is the start of the workers."
 # For trivial workers: a module that every interpreter has.
 _TRIVIAL = Side(KEPT.name, (*HOLDFAST.command, "--preload", "marshal", "--preload-keep", "10m"))
 
@@ -21,7 +22,8 @@ def measure_kept(turns: Turns) -> None:
         env = {"XDG_RUNTIME_DIR": place, "XDG_CACHE_HOME": place}
         _first_all_reduce_s(KEPT, env)
         sides = {side.name: partial(_first_all_reduce_s, side, env) for side in (KEPT, TORCHRUN)}
-        sides[PRELOAD.name] = partial(_first_all_reduce_s, PRELOAD, {"XDG_RUNTIME_DIR": f"{place}/none"})
+        apart = {"XDG_RUNTIME_DIR": f"{place}/none", "XDG_CACHE_HOME": f"{place}/none"}
+        sides[PRELOAD.name] = partial(_first_all_reduce_s, PRELOAD, apart)
         what = f"start to the first all-reduce, {NPROC} workers"
         found = turns.compare(what, sides)
         turns.rows.append(row("kept", what, "s", found, Bound(0.08, "torchrun", side=KEPT.name)))
@@ -29,7 +31,9 @@ def measure_kept(turns: Turns) -> None:
         sides = {HOLDFAST.name: partial(_trivial_ms, HOLDFAST, env), KEPT.name: partial(_trivial_ms, _TRIVIAL, env)}
         what = f"{NPROC} trivial workers, start to end"
         found = turns.compare(what, sides)
-        turns.rows.append(row("kept_trivial", what, "ms", found, Bound(0.8, HOLDFAST.name, side=KEPT.name)))
+        turns.rows.append(
+            row("kept_trivial", what, "ms", found, Bound(0.8, HOLDFAST.name, side=KEPT.name, reason=_AGENT))
+        )
 
 
 def _first_all_reduce_s(side: Side, env: Mapping[str, str]) -> float:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 from holdfast.cli import (
     adopt,
+    attach,
     bundle,
     coordinator,
     dashboard,
     doctor,
     logs,
     rehearse,
+    snapshots,
     stacks,
     status,
     stop,
@@ -26,7 +28,8 @@ from holdfast.cli import (
     warm,
 )
 from holdfast.cli.arguments import parser
-from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE, Option
+from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE
+from holdfast.option import Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
 
@@ -129,7 +132,23 @@ def document() -> str:
     parsers = [
         each.get_parser
         for each in (
-            *(adopt, rehearse, coordinator, token, status, top, dashboard, logs, stop, stacks, warm, doctor, bundle),
+            *(
+                adopt,
+                rehearse,
+                coordinator,
+                token,
+                status,
+                top,
+                dashboard,
+                logs,
+                attach,
+                stop,
+                stacks,
+                snapshots,
+                warm,
+                doctor,
+                bundle,
+            ),
         )
     ]
     engines = (submit.get_submit_parser, submit.get_render_parser)

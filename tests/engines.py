@@ -5,7 +5,6 @@ The job is `WORKER`, which tells the mailbox of itself and then does what it was
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,15 +56,12 @@ WORKER = """
 
 
 class Engine:
-    """`reports`: how often a failed job prints its report. `outlives_caller`: the job goes on without the command that
-    started it. `code_of_loss`: the exit code of a job that went on without one of its agents."""
+    """`outlives_caller`: the job goes on without the command that started it."""
 
     name = ""
     nodes: tuple[str, str] = ("node1", "node2")
     command: tuple[str, ...] = (COMMAND, "submit")
-    reports = 1
     outlives_caller = False
-    code_of_loss = 0
     keeps_lines_whole = True
 
     def __init__(self, holdfast: Holdfast, mailbox: Mailbox, tmp_path: Path) -> None:
@@ -104,12 +100,6 @@ class Engine:
         ours = (f"holdfast-{os.geteuid()}", f"holdfast-agents-{os.geteuid()}")
         return [path for path in self.holdfast.temporary.glob("holdfast-*") if path.name not in ours]
 
-    def end_coordinator(self) -> None:
-        """One that an agent has started ends a minute after its last node, if nothing has closed the run."""
-        for pid in filter(is_coordinator, support.marked(self.holdfast.mark)):
-            with contextlib.suppress(psutil.Error):
-                psutil.Process(pid).terminate()
-
     def passed_on(self, signal_name: str) -> str:
         """The signal that workers get when the command gets this one."""
         return signal_name
@@ -122,12 +112,7 @@ class Ssh(Engine):
     def await_nothing(self, running: Running) -> None:
         """For a command that was killed: its agents end by themselves."""
         running.process.wait()
-        support.wait_until(lambda: not self.agents_left(), "all agents and workers end")
-        self.end_coordinator()
         support.wait_until(lambda: not running.left(), "nothing is left")
-
-    def agents_left(self) -> list[int]:
-        return [pid for pid in support.marked(self.holdfast.mark) if not is_coordinator(pid)]
 
 
 class Ray(Engine):
@@ -136,12 +121,10 @@ class Ray(Engine):
 
 
 class Slurm(Engine):
-    """Slurm does not put the output of nodes together: each prints its report, and srun may tear their lines."""
+    """srun may tear the lines of nodes."""
 
     name = "slurm"
-    reports = 2
     outlives_caller = True
-    code_of_loss = 137
     keeps_lines_whole = False
 
     def passed_on(self, signal_name: str) -> str:
@@ -196,11 +179,3 @@ class Engines:
 
 def agent_of(worker_pid: int) -> int:
     return psutil.Process(support.spawner_of(worker_pid)).ppid()
-
-
-def is_coordinator(pid: int) -> bool:
-    """Whether it is one that an agent has started. One that has just ended is none."""
-    try:
-        return "holdfast.rendezvous.coordinator.process" in " ".join(psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return False

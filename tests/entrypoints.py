@@ -194,3 +194,11 @@ def leave_daemon(mailbox: str) -> None:
     tell(mailbox, os.getpid())
     while True:
         signal.pause()
+
+
+def show_snapshot() -> None:
+    import holdfast
+
+    saved = holdfast.snapshots.open().load()
+    assert saved is not None
+    print(saved.step, saved["value"])

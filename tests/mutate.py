@@ -32,8 +32,9 @@ EXPLAINED = ROOT / "docs" / "mutations.md"
 # A mutant may loop for ever; that is noticed, too.
 TIMEOUT_S = 120
 
-# Modules whose code runs in processes of its own, and the tests that start these.
+# Modules whose code runs in processes of its own, or starts them, and the tests that do that.
 OWNERS = {
+    "process/workers/group.py": ("tests/integration/test_processes.py", "tests/integration/test_start_stop_events.py"),
     "procfs.py": ("tests/integration/test_ownership.py",),
     "process/spawner/wire.py": ("tests/unit/test_spawner.py", "tests/integration/test_ownership.py"),
     "process/spawner/server.py": ("tests/unit/test_spawner.py", "tests/integration/test_ownership.py"),

@@ -98,6 +98,37 @@ def action_on(spec: Tree, exit_code: int, *, is_disrupted: bool = False) -> str:
     return "Count"
 
 
+class JobController:
+    """What becomes of an Indexed Job when its pods end, as the controller of Kubernetes 1.34 was seen to decide: failed
+    numbers count before `successPolicy` does. `verdict` is empty while the Job goes on."""
+
+    def __init__(self, spec: Tree) -> None:
+        self._spec, self.verdict = spec, ""
+        self._failures: dict[int, int] = {}
+        self._failed: set[int] = set()
+        self._succeeded: set[int] = set()
+
+    def ended(self, index: int, code: int, *, is_disrupted: bool = False) -> None:
+        spec = self._spec
+        action = action_on(spec, code, is_disrupted=is_disrupted) if code else "Succeed"
+        self._failures[index] = self._failures.get(index, 0) + (action == "Count")
+        if action == "FailIndex" or self._failures[index] > spec["backoffLimitPerIndex"]:
+            self._failed.add(index)
+        elif action == "Succeed":
+            self._succeeded.add(index)
+        enough = [rule["succeededCount"] for rule in spec.get("successPolicy", {}).get("rules", ())]
+        if self.verdict:
+            return
+        if action == "FailJob":
+            self.verdict = "Failed: PodFailurePolicy"
+        elif len(self._failed) > spec["maxFailedIndexes"]:
+            self.verdict = "Failed: MaxFailedIndexesExceeded"
+        elif self._failed and len(self._failed) + len(self._succeeded) >= spec["completions"]:
+            self.verdict = "Failed: FailedIndexes"
+        elif any(len(self._succeeded) >= count for count in enough) or len(self._succeeded) >= spec["completions"]:
+            self.verdict = "Complete"
+
+
 class Pod:
     """One pod. `ip` is its own: a replacement has another one."""
 

@@ -1,7 +1,8 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld, and two slurmd.
 
-Each node has a network, a host name and an /etc/hosts of its own (namespaces), with a cable between the two. The
-controller runs on the first. Everything is in one directory, found by SLURM_CONF, and ends with the `with` block.
+Each node has a network, a host name and an /etc/hosts of its own (namespaces), and so has a login host, which has no
+slurmd; there the cables of the nodes meet. The controller runs on the first node. Everything is in one directory, found
+by SLURM_CONF, and ends with the `with` block.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests import support
 
 NODES = ("node1", "node2")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+LOGIN = 2  # For `Cluster.on`.
 TOOLS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scancel", "unshare", "nsenter", "ip")
 _DEADLINE_S = 60.0
 
@@ -39,7 +41,7 @@ StateSaveLocation={home}/state
 SlurmdSpoolDir={home}/spool.%n
 SlurmctldPidFile={home}/slurmctld.pid
 SlurmdPidFile={home}/slurmd.%n.pid
-ProctrackType=proctrack/cgroup
+ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
@@ -64,21 +66,21 @@ ip link set lo up
 echo ready
 exec sleep infinity
 """
-# In the first host, with the second one's process.
+# In the login host.
+_SWITCH = "ip link add switch type bridge && ip addr add 10.77.0.3/24 dev switch && ip link set switch up"
 _CABLE = """
 set -e
-ip link add cable type veth peer name cable netns {other_pid}
-ip addr add {address}/24 dev cable
-ip link set cable up
-nsenter -t {other_pid} --net sh -c 'ip addr add {other}/24 dev cable && ip link set cable up'
+ip link add {name} type veth peer name cable netns {pid}
+ip link set {name} master switch up
+nsenter -t {pid} --net sh -c 'ip addr add {address}/24 dev cable && ip link set cable up'
 """
 
 
 class Cluster:
     """`home` is its directory. `on(node)` are the words before a command that is to run on one of its nodes."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    def __init__(self, home: Path, proctrack: str) -> None:
+        self.home, self._proctrack = home, proctrack
         self.variables = {"SLURM_CONF": str(home / "slurm.conf")}
         self._hosts: list[subprocess.Popen[str]] = []
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -110,11 +112,14 @@ class Cluster:
 
     def start(self) -> None:
         self._write_files()
-        for name in NODES:
+        for name in (*NODES, "login"):
             self._start_host(name)
-        address, other = ADDRESSES
-        cable = _CABLE.format(other_pid=self._hosts[1].pid, address=address, other=other)
-        subprocess.run([*self.on(), "sh", "-c", cable], check=True, timeout=_DEADLINE_S)
+        cables = [
+            _CABLE.format(name=name, pid=host.pid, address=address)
+            for name, host, address in zip(NODES, self._hosts, ADDRESSES, strict=False)
+        ]
+        for script in (_SWITCH, *cables):
+            subprocess.run([*self.on(LOGIN), "sh", "-c", script], check=True, timeout=_DEADLINE_S)
         files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log",
                  "seed-file": "munge.seed"}  # fmt: skip
         munge = [f"--{option}={self.home / file}" for option, file in files.items()]
@@ -123,9 +128,9 @@ class Cluster:
         self._start_daemon(0, "slurmctld", "-D")
         for number, name in enumerate(NODES):
             self._start_daemon(number, "slurmd", "-D", "-N", name)
-        support.wait_until(self._is_idle, "both nodes are idle", _DEADLINE_S)
+        support.wait_until(self.is_idle, "both nodes are idle", _DEADLINE_S)
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         try:
             return self.ask("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle", "idle"]
         except AssertionError:
@@ -137,11 +142,12 @@ class Cluster:
         support.write_secret(self.home / "munge.key", os.urandom(32))
         # Control groups are named after jobs, and those of another cluster on this machine must have other names.
         first_job = random.randrange(1, 60_000) * 1000
-        names = {"home": self.home, "address": address, "other": other, "first_job": first_job}
+        names = {"home": self.home, "address": address, "other": other, "first_job": first_job,
+                 "proctrack": self._proctrack}  # fmt: skip
         (self.home / "slurm.conf").write_text(_CONFIGURATION.format(**names))
         (self.home / "gres.conf").write_text(f"NodeName=node[1-2] Name=gpu File={self.home}/gpu[0-1]\n")
         (self.home / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
-        (self.home / "hosts").write_text(f"127.0.0.1 localhost\n{address} node1\n{other} node2\n")
+        (self.home / "hosts").write_text(f"127.0.0.1 localhost\n{address} node1\n{other} node2\n10.77.0.3 login\n")
         for number in range(2):
             (self.home / f"gpu{number}").touch()
 
@@ -186,13 +192,13 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Cluster]:
+def running(proctrack: str = "cgroup") -> Iterator[Cluster]:
     support.leave_to_test_all("a Slurm cluster")
     support.need_tools(*TOOLS)
     if os.geteuid() != 0:
         support.cannot_test("only root can make the hosts of a Slurm cluster")
     home = Path(tempfile.mkdtemp(prefix="holdfast-slurm-"))
-    cluster = Cluster(home)
+    cluster = Cluster(home, proctrack)
     try:
         try:
             cluster.start()

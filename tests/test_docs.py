@@ -36,6 +36,7 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 EXAMPLES = ROOT / "examples" / "README.md"
 HANGS = ROOT / "docs" / "hangs.md"
+SNAPSHOTS = ROOT / "docs" / "snapshots.md"
 ETCD = ROOT / "docs" / "etcd.md"
 MANY_NODES = ROOT / "docs" / "many-nodes.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -310,6 +311,7 @@ EXAMPLE_LINES = [line for block in fences(EXAMPLES, "sh") for line in block.spli
 
 
 @promise("project.example-runs-line-says: Each example runs as its line says, and so do two nodes in two terminals.")
+@proves("adopted-commands.accelerate-launch")
 @pytest.mark.parametrize("line", EXAMPLE_LINES)
 def test_examples_run(line: str, tmp_path: Path) -> None:
     noted = re.search(r"# exit status (\d+)", line)
@@ -412,10 +414,34 @@ def test_the_python_in_the_documents_runs(source: str) -> None:
     assert "results" not in names or names["results"] == dict.fromkeys(range(4), "data")
 
 
+@promise("snapshots.examples-run: The Python and the command in docs/snapshots.md run, and the weights are the same.")
+@pytest.mark.parametrize("source", fences(SNAPSHOTS, "python"))
+def test_the_python_about_snapshots_runs(source: str) -> None:
+    import torch
+
+    import holdfast
+
+    model = torch.nn.Linear(2, 2)
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "step": 1, "state": {"weights": [1.0]}}
+    exec(source, {"snapshots": holdfast.snapshots.open(), **names})
+
+
+@proves("snapshots.examples-run")
+def test_the_training_that_is_killed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
+    lines = [line for block in fences(SNAPSHOTS, "sh") for line in block.splitlines()]
+    [line] = [line for line in lines if line.endswith("examples/snapshots/train.py 100 3")]
+    assert line in EXAMPLE_LINES
+    killed, whole = (execute(each, tmp_path) for each in (line, line.removesuffix("3") + "0"))
+    assert killed.stdout.count("goes on with step") == 3, killed.stderr
+    assert whole.stdout.startswith("step 99: the weights add up to"), whole.stderr
+    assert killed.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+
+
 # Between holdfast's own processes, and what the error of `EtcdServer` names if there is no etcd.
 OWN_VARIABLES = {
     "HOLDFAST_ADOPT", "HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE",
-    "HOLDFAST_REHEARSAL", "HOLDFAST_TEMPLATE", "HOLDFAST_PROGRESS", "HOLDFAST_ETCD_BINARY",
+    "HOLDFAST_BRIEF", "HOLDFAST_DETACHED", "HOLDFAST_ETCD_BINARY", "HOLDFAST_JOB_PID", "HOLDFAST_PROGRESS",
+    "HOLDFAST_REHEARSAL", "HOLDFAST_SNAPSHOTS", "HOLDFAST_SUCCESS_FILE", "HOLDFAST_TEMPLATE",
     "TORCHELASTIC_ETCD_BINARY_PATH",
 }  # fmt: skip
 

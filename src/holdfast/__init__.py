@@ -10,6 +10,7 @@ from holdfast import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from holdfast import snapshots as snapshots
     from holdfast.launcher import LaunchConfig as LaunchConfig
     from holdfast.launcher import elastic_launch as elastic_launch
     from holdfast.launcher import launch_agent as launch_agent
@@ -27,5 +28,6 @@ __all__, __getattr__, __dir__ = lazy.exports(
         "holdfast.process.errors": "ChildFailedError record",
         "holdfast.progress_board": "progress",
         "holdfast.signals": "SignalException",
+        "holdfast.snapshots": "snapshots",
     },
 )

@@ -95,6 +95,9 @@ class LaunchConfig:
     events_file: str = ""
     on_first_node: Callable[[str], None] | None = None
     clean_shm: bool = False
+    snapshot_memory: int | None = None
+    snapshot_dir: str = ""
+    snapshot_bandwidth: int = 0
     refusal: str = ""
 
     def __post_init__(self) -> None:
@@ -240,6 +243,9 @@ def _make_specs(
         prefix=config.prefix,
         refusal=config.refusal,
         clean_shm=config.clean_shm,
+        snapshot_memory=config.snapshot_memory,
+        snapshot_dir=config.snapshot_dir,
+        snapshot_bandwidth=config.snapshot_bandwidth,
         **preload,
     )
     return spec, group

@@ -13,11 +13,12 @@ def exports(package: str, homes: "dict[str, str]") -> "tuple[list[str], Callable
     home_of = {name: module for module, names in homes.items() for name in names.split()}
 
     def resolve(name: str) -> "Any":
-        from importlib import import_module
-
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(home_of[name]), name)
+        from importlib import import_module
+
+        home = import_module(home_of[name])
+        value = home if home_of[name] == f"{package}.{name}" else getattr(home, name)  # It may be a package itself.
         setattr(modules[package], name, value)
         return value
 

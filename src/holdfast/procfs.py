@@ -74,6 +74,16 @@ def mark_of(pid: int) -> bytes:
     return next((entry[len(prefix) :] for entry in entries if entry.startswith(prefix)), b"")
 
 
+def close_all_but(kept: list[int]) -> None:
+    """The descriptors of this process, which was just forked."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if int(name) not in kept:
+                os.close(int(name))
+        except OSError:
+            pass  # The one with which the directory was read.
+
+
 def kill(pid: int, number: int = 9) -> None:
     try:
         os.kill(pid, number)

@@ -64,13 +64,13 @@ def test_failure(engine: Engine) -> None:
     ended = engine.ended(engine.work("fail", "wait"))
     assert ended.code == 1, str(ended)
     said = ended.out + ended.err
-    assert said.count("FAILED") == engine.reports
+    assert said.count("FAILED") == 1
     assert [line for line in said.splitlines() if line.endswith(":1] RuntimeError: the disk is on fire")]
     assert re.search(r"^Cause: rank 1 failed: RuntimeError: the disk is on fire \(exit code 1", said, re.MULTILINE)
 
 
-@promise("""ray.failure-followed-restart-failed: A failure is followed by a restart, and a failed job prints one report
-    (on Slurm one for each node).""")
+@promise("""ray.failure-followed-restart-failed: A failure is followed by a restart, and a failed job prints one
+    report.""")
 @proves("engines.real-slurm-two-nodes")
 def test_a_failure_is_followed_by_a_restart(engine: Engine) -> None:
     engine.done.touch()
@@ -106,7 +106,7 @@ def test_the_agent_of_a_node_is_killed(engine: Engine) -> None:
     engine.pids(2 if engine.name == "ray" else 1)
     engine.done.touch()
     ended = engine.ended(running)
-    assert ended.code == engine.code_of_loss, str(ended)
+    assert ended.code == 0, str(ended)
     assert [line for line in ended.lines if line.endswith(":0] done 0")]
 
 
@@ -143,5 +143,4 @@ def test_the_command_is_killed(engine: Engine) -> None:
         engine.done.touch()
     assert support.survivors(below, DEADLINE_S) == []
     support.wait_until(lambda: not engine.files_left(), "no file is left")
-    engine.end_coordinator()
     support.wait_until(lambda: not running.left(), "nothing is left", DEADLINE_S)

@@ -340,6 +340,25 @@ def test_a_run_that_needs_none_leaves_it_alone(kept: Kept) -> None:
     assert kept.pids() == [pid]
 
 
+@proves("workers.preload-keep-next-run")
+def test_the_next_run_finds_no_snapshot_of_the_earlier_one(kept: Kept) -> None:
+    kept.holdfast.script(
+        """
+        import holdfast
+        snapshots = holdfast.snapshots.open()
+        print(snapshots.load())
+        with snapshots.save(1) as out:
+            out["number"] = 7
+        """
+    )
+    runs = [kept.run(*KEEP, "job.py") for _ in range(2)]
+    assert [run.out for run in runs] == ["None\n", "None\n"], runs
+    assert ATTACHED in runs[1].err
+    [pid] = kept.pids()
+    held = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    assert not [each for each in held if "holdfast-slot" in each]
+
+
 def test_words_of_warm(kept: Kept) -> None:
     assert kept.warm().last == ("holdfast warm: error: name the modules, such as torch,numpy; or use --list or --stop")
     missing = kept.warm("nowhere_to_be_found")

@@ -72,12 +72,12 @@ def test_a_restart_and_the_next_start_find_what_was_learned(
     support.wait_until(lambda: LEARNED in running.so_far().err, "the template has learned")
     (holdfast.directory / "learned").touch()
     run = running.wait()
-    assert run.out == f"[]\n{learned}\n"
+    assert run.out == f"[]\n{learned}\n", run
     for line in UNFIT:
         assert run.err.count(line) == 1, run
     assert "base.nothing" not in run.err
     again = holdfast.run("--standalone", f"--preload={preload}", "job.py", env=site)
-    assert again.out == f"{learned}\n"
+    assert again.out == f"{learned}\n", again
     assert not any(line in again.err for line in UNFIT)
     [file] = Path(holdfast.directory / "cache/holdfast/learned").iterdir()
     file.chmod(0o644)

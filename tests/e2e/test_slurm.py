@@ -56,15 +56,16 @@ def slurm(cluster: Cluster, holdfast: Holdfast, mailbox: support.Mailbox) -> Ite
 
 
 class Slurm:
-    """Commands on the first node, in the test's directory."""
+    """Commands on a host, as a rule the first node, in the test's directory."""
 
     def __init__(self, cluster: Cluster, holdfast: Holdfast, mailbox: support.Mailbox) -> None:
         self.cluster, self.holdfast, self.mailbox = cluster, holdfast, mailbox
+        self.host = 0
 
     def start(self, *words: str, **variables: str) -> Running:
         path = f"{Path(COMMAND).parent}:{os.environ['PATH']}"
         env = {**self.cluster.variables, "PATH": path, **variables}
-        return self.holdfast.start(*words, command=self.cluster.on(0, self.holdfast.directory), env=env)
+        return self.holdfast.start(*words, command=self.cluster.on(self.host, self.holdfast.directory), env=env)
 
     def run(self, *words: str, **variables: str) -> Ended:
         """What Slurm ends may take a moment longer than the command."""
@@ -119,7 +120,7 @@ def job_id_of(running: Running) -> str:
 def test_srun_on_two_nodes_needs_no_options(slurm: Slurm) -> None:
     ended = slurm.run("srun", "-N2", "holdfast", "run", *slurm.job("work"))
     assert ended.code == 0, str(ended)
-    assert sorted(ended.lines) == ["done 0", "done 1"]
+    assert sorted(ended.lines) == ["[node1:0] done 0", "[node2:1] done 1"]
     said = re.findall(r"Slurm job (\d+), step 0: node (\d) of 2, meeting at node1:(\d+)$", ended.err, re.MULTILINE)
     assert sorted(node for _, node, _ in said) == ["0", "1"]
     assert len({(job, port) for job, _, port in said}) == 1
@@ -146,20 +147,38 @@ def test_two_steps_of_one_job_do_not_meet(slurm: Slurm) -> None:
     slurm.holdfast.script(script, "two.sh", executable=True)
     ended = slurm.run("salloc", "-N2", "--overcommit", "--exclusive", "./two.sh")
     assert ended.code == 0, str(ended)
-    assert sorted(ended.lines) == ["done 0", "done 0", "done 1", "done 1"]
+    assert sorted(ended.lines) == ["[node1:0] done 0"] * 2 + ["[node2:1] done 1"] * 2
     assert {"step 0", "step 1"} <= set(re.findall(r"step \d", ended.err))
 
 
-@proves("engines.nothing-detected-batch-script")
-def test_without_srun_a_batch_script_has_one_node(slurm: Slurm) -> None:
-    ended = slurm.run(
-        "sbatch", "-N2", "--wait", "--output=out", "--wrap", f"holdfast run {' '.join(slurm.job('work'))}"
-    )
+@proves("engines.job-other-than-thought")
+@pytest.mark.parametrize("options", [(), ("--nnodes=2",)])
+def test_without_srun_a_job_of_two_nodes_says_what_to_type(slurm: Slurm, options: tuple[str, ...]) -> None:
+    run = ("holdfast", "run", *options, *slurm.job("work"))
+    remedy = "put `srun --ntasks-per-node=1` in front, or give --no-detect"
+    ended = slurm.run("sbatch", "-N2", "--wait", "--output=out", "--wrap", " ".join(run))
     out = (slurm.holdfast.directory / "out").read_text()
-    assert (ended.code, out.count("done")) == (0, 1), out
-    assert "meeting at" not in out
-    ended = slurm.run("salloc", "-N2", "holdfast", "run", *slurm.job("work"))
-    assert (ended.code, ended.lines) == (0, ["done 0"]), str(ended)
+    assert (ended.code, out.count(remedy)) == (2, 1), out
+    ended = slurm.run("salloc", "-N2", *run)
+    assert (ended.code, ended.err.count(remedy), ended.lines) == (2, 1, []), str(ended)
+
+
+@proves("engines.job-other-than-thought", "engines.nothing-detected-batch-script")
+def test_several_tasks_on_a_node_and_jobs_of_one_node(slurm: Slurm) -> None:
+    ended = slurm.run("srun", "-N1", "-n2", "holdfast", "run", *slurm.job("work"))
+    assert (ended.code, ended.lines) == (2, []), str(ended)
+    assert ended.err.count("has 2 tasks on 1 nodes, and each would run by itself") == 1
+    for words in (("salloc", "-N1"), ("srun", "-N1", "-n1")):
+        ended = slurm.run(*words, "holdfast", "run", *slurm.job("work"))
+        assert (ended.code, ended.lines) == (0, ["done 0"]), str(ended)
+
+
+def test_the_components_of_a_heterogeneous_job(slurm: Slurm) -> None:
+    """Slurm sorts the list of their nodes, and numbers the nodes by component."""
+    words = ("salloc", "-N1", "-w", "node2", ":", "-N1", "-w", "node1", "srun", "--het-group=0,1")
+    ended = slurm.run(*words, "holdfast", "run", *slurm.job("work"))
+    assert ended.code == 0, str(ended)
+    assert sorted(ended.lines) == ["[node1:1] done 1", "[node2:0] done 0"]
 
 
 @proves("engines.agent-killed-leaves-elastic")
@@ -171,15 +190,18 @@ def test_a_step_whose_agent_was_killed_can_end(slurm: Slurm) -> None:
     assert step.wait().code == 137
 
 
-@promise("engines.tasks-real-mpirun-slurm: Tasks of a real `mpirun` within a Slurm job meet at its host.")
-def test_mpirun_within_a_job(slurm: Slurm) -> None:
+@promise("""engines.tasks-real-mpirun-slurm: Tasks of a real `mpirun` within a Slurm job meet at the first node of the
+    job, also if `mpirun` runs elsewhere.""")
+@pytest.mark.parametrize("host", [0, slurm_cluster.LOGIN])
+def test_mpirun_within_a_job(slurm: Slurm, host: int) -> None:
     """Its daemons are a step of srun, whose variables its tasks see, too."""
     support.need_tool("mpirun.openmpi")
     mpirun = ("mpirun.openmpi", "--allow-run-as-root", "--map-by", "ppr:1:node", "-np", "2")
+    slurm.host = host
     ended = slurm.run("salloc", "-N2", *mpirun, "holdfast", "run", *slurm.job("work"))
     assert ended.code == 0, str(ended)
-    assert sorted(ended.lines) == ["done 0", "done 1"]
-    assert len(re.findall(r"mpirun of 2 tasks: node \d of 2, meeting at 10\.77\.0\.1:\d+", ended.err)) == 2
+    assert sorted(ended.lines) == ["[node1:0] done 0", "[node2:1] done 1"]
+    assert len(re.findall(r"mpirun of 2 tasks: node \d of 2, meeting at node1:\d+", ended.err)) == 2
 
 
 @proves("workers.jax-initialize-arguments")
@@ -192,7 +214,8 @@ def test_jax_finds_its_place_in_a_job(slurm: Slurm) -> None:
         os.write(1, f"process {jax.process_index()} of {jax.process_count()}\\n".encode())
     """, "jax_job.py")  # fmt: skip
     ended = slurm.run("srun", "-N2", "holdfast", "run", "--nproc-per-node=2", job, JAX_PLATFORMS="cpu")
-    assert sorted(ended.lines) == [f"process {rank} of 4" for rank in range(4)], str(ended)
+    places = [f"[node{1 + rank // 2}:{rank}]" for rank in range(4)]
+    assert sorted(ended.lines) == [f"{place} process {rank} of 4" for rank, place in enumerate(places)], str(ended)
 
 
 # --- submit -------------------------------------------------------------------------------------------------------
@@ -256,6 +279,28 @@ def test_an_elastic_job_takes_what_there_is(slurm: Slurm) -> None:
     assert ended.out.count("done") == 2
 
 
+@promise("""engines.slurm-elastic-lost-node: An elastic run on Slurm survives a node that Slurm marks as down: neither
+    the job nor its step is ended.""")
+def test_an_elastic_job_survives_a_node_that_is_marked_down(slurm: Slurm) -> None:
+    running = slurm.submit("wait", "--last-call=1s", nodes="1:2")
+    pids = {host: int(pid) for host, _, pid, _ in slurm.workers().values()}
+    agent = slurm.agents()["node2"]
+    slurm.cluster.ask("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+    try:
+        with contextlib.suppress(ProcessLookupError):  # Slurm may have been faster.
+            os.kill(agent, signal.SIGKILL)
+        [(host, _, pid, _)] = slurm.workers(1).values()
+        assert host == "node1"
+        assert support.survivors([pids["node2"]]) == []
+        assert support.survivors([int(pid)], 1.0) == [int(pid)]
+        job_id = job_id_of(running)
+        assert slurm.cluster.facts(job_id)["JobState"] == "RUNNING"
+    finally:
+        slurm.cluster.ask("scancel", "--full", "--user=root")
+        running.wait()
+        support.wait_until(slurm.cluster.is_idle, "the node is back", 60)
+
+
 @proves("engines.slurm-refuses-controller-down")
 def test_a_job_that_cannot_start_says_why(slurm: Slurm) -> None:
     running = slurm.submit("work", nodes="3")
@@ -272,6 +317,8 @@ def test_a_job_that_cannot_start_says_why(slurm: Slurm) -> None:
     [
         (("--partition=nowhere",), "Slurm refused the job: Batch job submission failed: Invalid partition name"),
         (("--time=soon",), "Slurm refused the job: Invalid --time specification"),
+        (("--sbatch", "--bogus"), "Slurm refused the job: unrecognized option '--bogus'"),
+        (("--sbatch", "--array=0-1"), "--sbatch --array: the tasks of an array have an output file each; give "),
         (("--detach", "--partition=nowhere"), "Slurm refused the job: Batch job submission failed: Invalid partition"),
         (("--sbatch=qos high",), "--sbatch: write options with an equals sign, as in --qos=high, not 'qos'"),
         (("--sbatch='x",), "--sbatch \"'x\" cannot be split into words: No closing quotation"),
@@ -294,8 +341,8 @@ def test_a_controller_that_is_down_is_one_line(slurm: Slurm) -> None:
     nowhere.write_text(f"{text}\nSlurmctldPort={support.free_port()}\nMessageTimeout=1\n")
     words = ("holdfast", "submit", "slurm", *slurm.job("work"))
     ended = slurm.run(*words, SLURM_CONF=str(nowhere))
-    assert ended.code == 2, str(ended)
-    assert "Slurm refused the job: Batch job submission failed: Unable to contact slurm controller" in ended.last
+    assert ended.code == 1, str(ended)
+    assert "Slurm cannot be asked: Batch job submission failed: Unable to contact slurm controller" in ended.last
 
 
 @proves("engines.slurm-refuses-controller-down")
@@ -363,10 +410,31 @@ def test_a_requeued_job_is_a_new_run(slurm: Slurm) -> None:
     )  # fmt: skip
     submitted.process.wait(60)
     [job] = submitted.so_far().lines
-    assert {run_id for *_, run_id in slurm.workers().values()} == {"job7"}
+    assert {run_id for *_, run_id in slurm.workers().values()} == {f"job7-{job}"}
     slurm.cluster.ask("scontrol", "requeue", job)
-    assert {run_id for *_, run_id in slurm.workers(deadline_s=90).values()} == {"job7-requeue1"}
+    assert {run_id for *_, run_id in slurm.workers(deadline_s=90).values()} == {f"job7-{job}-requeue1"}
     slurm.cluster.await_state(job, "COMPLETED")
+    out = (slurm.holdfast.directory / "out").read_text()
+    assert ("stopped by SIGTERM" in out, out.count("] done")) == (True, 2), "the output of both lives is there"
+
+
+@promise("""engines.coordinator-ends-with-job: The coordinator of a job ends with the job, also where Slurm does not
+    find it (`proctrack/linuxproc`), so that a requeued job meets at the same port.""")
+def test_a_requeued_job_meets_no_coordinator_of_its_first_life(holdfast: Holdfast, mailbox: support.Mailbox) -> None:
+    holdfast.script(WORKER)
+    with slurm_cluster.running("linuxproc") as cluster:
+        slurm = Slurm(cluster, holdfast, mailbox)
+        running = slurm.submit("wait once", "--sbatch", "--requeue")
+        slurm.workers()
+        job = job_id_of(running)
+        slurm.cluster.ask("scontrol", "requeue", job)
+        slurm.workers(deadline_s=180)
+        running.process.wait(60)
+        support.wait_until(lambda: not running.left(), "the coordinator ends, too")
+        ended = running.wait()
+        assert ended.code == 0, str(ended)
+        assert "is back in the queue: " in ended.err
+        assert ended.out.count("] done") == 2
 
 
 # --- the document -------------------------------------------------------------------------------------------------
@@ -380,7 +448,7 @@ def fences(language: str) -> list[str]:
 def test_the_commands_of_the_document_run(slurm: Slurm) -> None:
     """Those that only submit a job have succeeded when the job has."""
     commands = [line for block in fences("sh") for line in block.splitlines() if "slurm" in line or "--nodes 2" in line]
-    assert len(commands) == 8
+    assert len(commands) == 11
     slurm.holdfast.script("print('trained')", "train.py")
     (slurm.holdfast.directory / "examples").symlink_to(EXAMPLE.parents[1])
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -397,5 +465,5 @@ def test_the_python_of_the_document_runs() -> None:
     [source] = fences("python")
     names: dict[str, Any] = {}
     exec(source, names)
-    text = names["MyCluster"]().render(JobSpec((), ("x.py",), "job7", 2, 2), {"queue": "night"})
+    text = names["MyCluster"]().render(JobSpec((), ("x.py",), "job7", 2, 2), names["MyOptions"](queue="night"))
     assert text.startswith("#QUEUE night 2\npython3 -P -m holdfast run --nnodes=2 ")

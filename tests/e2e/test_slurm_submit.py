@@ -1,6 +1,6 @@
 """`holdfast submit slurm` when Slurm's commands are slow or die: commands of the test's own stand in for them.
 
-`sbatch` waits for the file `submit` before it prints the id of the job, and for `end` before it ends.
+`sbatch` waits for the file `submit` before it prints the id of the job; the job goes on while its `state` says so.
 """
 
 from __future__ import annotations
@@ -31,20 +31,18 @@ COMMANDS = {
         sys.stdin.read()
         pathlib.Path("called").touch()
         wait_for("submit")
-        print(pathlib.Path("submit").read_text() or 7, flush=True)
-        wait_for("end")
-        sys.exit(int(pathlib.Path("end").read_text()))
+        print(pathlib.Path("submit").read_text() or 7)
     """,
     "scancel": """
         #!/bin/sh
         echo "$@" > cancelled
         echo CANCELLED > state
-        echo 0 > code; mv code end
     """,
     "scontrol": """
         #!/bin/sh
+        [ "$1" = update ] && { echo "$@" > updated; exit; }
         echo "$@" > asked
-        echo "JobId=7 JobState=$(cat state) Reason=None ExitCode=$(cat end):0 Comment=\\377"
+        echo "JobId=7 Reason=None JobState=$(cat state) ExitCode=$(cat code):0 Comment=\\377"
         echo "   StdOut=$PWD/out"
     """,
 }
@@ -60,6 +58,7 @@ def submit(holdfast: Holdfast, tmp_path: Path) -> Submit:
         support.write_script(commands / name, source, executable=True)
     holdfast.script("pass")
     (holdfast.directory / "state").write_text("RUNNING")
+    (holdfast.directory / "code").write_text("0")
     path = f"{commands}:{os.environ['PATH']}"
 
     def start(**options: Any) -> Running:
@@ -114,19 +113,53 @@ def test_a_console_without_room_does_not_end_the_wait(holdfast: Holdfast, submit
     (holdfast.directory / "out").write_text("output\n")
     with open("/dev/full", "wb") as full:
         job = running(holdfast, submit, stdout=full)
-        (holdfast.directory / "state").write_text("FAILED")
         (holdfast.directory / "code").write_text("3")
-        (holdfast.directory / "code").rename(holdfast.directory / "end")
+        (holdfast.directory / "state").write_text("FAILED")
         assert job.wait().code == 3
 
 
 @proves("engines.signal-job-being-submitted")
 def test_an_sbatch_that_is_killed_is_one_line(holdfast: Holdfast, submit: Submit) -> None:
-    job = running(holdfast, submit)
+    job = submit()
+    support.wait_until((holdfast.directory / "called").exists, "sbatch runs")
     [sbatch] = psutil.Process(job.pid).children()
     sbatch.kill()
     ended = job.wait()
-    assert (ended.code, ended.last) == (
-        1, "holdfast submit: error: sbatch, which waits for the end of Slurm job 7, was killed; if the job goes on, "
-        "`scancel 7` ends it",
-    )  # fmt: skip
+    line = "holdfast submit: error: sbatch was killed by SIGKILL; `squeue --me` shows your jobs"
+    assert (ended.code, ended.last) == (1, line)
+
+
+@promise("""engines.submit-slurm-end-at-once: `holdfast submit slurm` returns when the job's script says that the agents
+    have ended and Slurm knows it, and shows the output of a job that Slurm starts again.""")
+def test_the_end_that_the_script_tells_is_noticed_at_once(holdfast: Holdfast, submit: Submit) -> None:
+    """Otherwise Slurm is asked every few seconds only."""
+    asked, out = holdfast.directory / "asked", holdfast.directory / "out"
+    last = "holdfast: the agents of Slurm job 7 have ended with exit code"
+    job = running(holdfast, submit)
+    support.wait_until(asked.exists, "Slurm is asked")
+    out.write_text(f"first\n{last} 143\n")
+    (holdfast.directory / "state").write_text("PENDING Restarts=1 Reason=BeginTime")
+    support.wait_until(lambda: "Slurm job 7 is back in the queue: BeginTime" in job.so_far().err, "it is said")
+    (holdfast.directory / "state").write_text("COMPLETED")
+    with out.open("a") as file:
+        file.write(f"second\n{last} 0\n")
+    ended = job.wait()
+    assert (ended.code, ended.lines) == (0, ["first", "second"])
+
+
+@promise("""engines.slurm-exclude: A node that the runs of a Slurm job have lost more than once is left out when Slurm
+    starts the job again, and named at the end.""")
+def test_a_node_that_was_lost_repeatedly_is_excluded_from_the_next_start(holdfast: Holdfast, submit: Submit) -> None:
+    """Several agents tell of the same loss."""
+    lost = "holdfast: the round is stopped: {}-{}-0123abcd is lost: its connection closed\n"
+    losses = [("node2", 1), ("node2", 1), ("node3", 1), ("node2", 7)]
+    (holdfast.directory / "out").write_text("".join(lost.format(*each) for each in losses))
+    job = running(holdfast, submit)
+    support.wait_until(lambda: job.so_far().out.count("is lost") == 4, "the losses are shown")
+    (holdfast.directory / "state").write_text("PENDING Restarts=1 Reason=BeginTime ExcNodeList=node9")
+    updated = holdfast.directory / "updated"
+    support.wait_until(updated.exists, "Slurm is told", state=job.so_far)
+    (holdfast.directory / "state").write_text("COMPLETED")
+    ended = job.wait()
+    assert updated.read_text() == "update JobId=7 ExcNodeList=node9,node2\n"
+    assert ended.own[-1] == "holdfast: exclude: node2 (2 losses)"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -350,9 +351,9 @@ def test_a_run_that_is_closed(cluster: Ssh) -> None:
     )
     cluster.pids(2)
     stopped = cluster.holdfast.start("job7", "--reason=enough", command=(COMMAND, "stop"))
+    assert stopped.process.wait(support.DEADLINE_S) == 0
     ended = running.wait()
     assert (ended.code, ended.last) == (94, "holdfast: the run was closed: enough"), ended
-    assert stopped.process.wait(support.DEADLINE_S) == 0
 
 
 # Bad input.
@@ -478,3 +479,119 @@ print(sorted(name for name in sys.modules if name.startswith(("holdfast.hosts", 
     cluster.holdfast.script("")
     ended = cluster.holdfast.program(sys.executable, "-c", code)
     assert (ended.code, ended.lines) == (0, ["[]"]), ended
+
+
+# Steering from this machine, and hosts that come and go.
+
+
+@promise("""ssh.commands-reach-run: On the machine of the command, `holdfast ps` lists its run, and `status`, `logs` and
+    `stop` reach it over ssh, whether or not its coordinator can be reached from there.""")
+def test_commands_reach_the_run_through_the_command_that_started_it(cluster: Ssh, tmp_path: Path) -> None:
+    """Named by its pid, the command alone is asked, and not the agents, which are on this machine, too."""
+    running = cluster.work("lines", "wait", options=("--nnodes=2", "--tee=3", f"--log-dir={tmp_path}/logs"))
+    cluster.pids(2)
+    pid = str(running.pid)
+
+    def asked(*words: str) -> str:
+        environ = {**os.environ, **cluster.holdfast.environment()}
+        done = subprocess.run([COMMAND, *words], capture_output=True, text=True, env=environ, timeout=60)
+        assert done.returncode == 0, done
+        return done.stdout
+
+    listed = re.compile(rf"^\S+ +{pid} +\d of 2 +running", re.MULTILINE)  # Both agents are on this machine.
+    support.wait_until(lambda: listed.search(asked("ps")), "the run is listed")  # Answers come behind output.
+    shown = asked("status", pid, "--all")
+    assert re.search(r"^1 +\S+ +\S+ +running", shown, re.MULTILINE), shown
+    assert "All 2 workers are running" in shown
+    assert "1 1999 " in asked("logs", pid, "--rank=1")
+    asked("stop", pid)
+    ended = running.wait()
+    assert ended.code == 94, ended
+
+
+@promise("""ssh.lost-host-rejoins: With `--rejoin-hosts` a host that was lost is connected again and joins the run.
+    Hosts that were lost repeatedly are named at the end.""")
+def test_a_lost_host_rejoins(cluster: Ssh) -> None:
+    running = cluster.work("wait", options=("--nnodes=1:2", "--rejoin-hosts", "--last-call=1s", "--admit-delay=0"))
+    pids = cluster.pids(2)
+    os.kill(agent_of(pids[1]), signal.SIGKILL)
+    cluster.pids(1)
+    cluster.pids(2)
+    cluster.done.touch()
+    ended = running.wait()
+    assert ended.code == 0, ended
+    assert "holdfast: node2 is lost: its agent was killed; it is started again" in ended.own
+    assert sorted(line for line in ended.lines if "done" in line) == ["[node1:0] done 0", "[node2:1] done 1"]
+
+
+@promise("""ssh.host-discovery: `--host-discovery` names the hosts, and is asked again while the run goes on: new hosts
+    join, and hosts that are missing leave.""")
+def test_hosts_are_discovered_while_the_run_goes_on(cluster: Ssh, tmp_path: Path) -> None:
+    listed = tmp_path / "listed"
+    listed.write_text("node1\n")
+    ssh = cluster.command[:4]
+    words = (*ssh, "--nnodes=1:2", f"--host-discovery=cat {listed}", "--last-call=1s", "--admit-delay=0")
+    running = cluster.holdfast.start(*words[2:], "job.py", str(cluster.mailbox), str(cluster.done), "wait")
+    cluster.pids(1)
+    (tmp_path / "new").write_text("node1\nnode2 slots=2\n")
+    (tmp_path / "new").rename(listed)
+    cluster.pids(3)
+    (tmp_path / "new").write_text("node1\n")
+    (tmp_path / "new").rename(listed)
+    cluster.pids(1)
+    cluster.done.touch()
+    ended = cluster.ended(running)
+    assert ended.code == 0, ended
+    assert [line for line in ended.own if line.startswith("holdfast: node2 is lost: it is not in the list of hosts")]
+
+
+@promise("ssh.variables-one-host: A hostfile can give variables to one host.")
+def test_variables_of_one_host(cluster: Ssh) -> None:
+    (cluster.holdfast.directory / "hosts.txt").write_text("node1 env=COLOUR=red env='WORDS=two words'\nnode2\n")
+    script = cluster.holdfast.script("import os; print(os.environ.get('COLOUR'), os.environ.get('WORDS'))")
+    ended = cluster.holdfast.run(*cluster.command[2:4], "--hostfile=hosts.txt", script)
+    assert (ended.code, sorted(ended.lines)) == (0, ["[node1:0] red two words", "[node2:1] None None"]), ended
+
+
+def test_a_host_that_cannot_be_reached_is_not_waited_for(cluster: Ssh) -> None:
+    """Nodes would wait for it for the whole --last-call."""
+    cluster.servers.enter("nowhere", "HostName 127.0.0.1", f"Port {support.free_port()}")
+    script = cluster.holdfast.script("print('done')")
+    ended = cluster.run("--hosts=node1,nowhere", "--nnodes=1:2", "--last-call=10m", script)
+    assert (ended.code, ended.lines) == (0, ["[node1:0] done"]), ended
+
+
+@promise("""ssh.detach-attach: With `--detach` the command returns when the agents have been started, and the run goes
+    on; `holdfast attach` shows its output and ends with its exit code. A run that cannot start is an error at once.""")
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_run_that_goes_on_without_its_terminal(cluster: Ssh, is_stopped: bool) -> None:
+    environ = {**os.environ, **cluster.holdfast.environment()}
+    program, run_id = ("job.py", str(cluster.mailbox), str(cluster.done), "wait"), uuid.uuid4().hex
+    started = cluster.holdfast.start(
+        *cluster.command[2:], "--detach", f"--rdzv-id={run_id}", *program, command=(COMMAND, "run")
+    )
+    assert started.process.wait(60) == 0, started.so_far()
+    assert f"`holdfast attach {run_id}` shows it, and `holdfast stop {run_id}` ends it" in started.so_far().err
+    pids = cluster.pids(2)
+    [owner] = [pid for pid in support.marked(cluster.holdfast.mark)
+               if f"--ssh={cluster.servers.ssh}" in psutil.Process(pid).cmdline()]  # fmt: skip
+    attach = [COMMAND, "attach", str(owner)]
+    with subprocess.Popen(attach, stdout=subprocess.PIPE, env=environ, cwd=cluster.holdfast.directory) as attached:
+        assert attached.stdout is not None
+        assert b"2 hosts connected" in attached.stdout.readline()
+        if is_stopped:
+            subprocess.run([COMMAND, "stop", str(owner)], check=True, env=environ, timeout=60)
+        cluster.done.touch()
+        out, _ = attached.communicate(timeout=60)
+    assert (attached.returncode, out.count(b"] done ")) == ((94, 0) if is_stopped else (0, 2)), out
+    assert support.survivors(pids.values()) == []
+    support.wait_until(lambda: not support.marked(cluster.holdfast.mark), "nothing is left")
+
+
+@proves("ssh.detach-attach")
+def test_a_detached_run_that_cannot_start(cluster: Ssh) -> None:
+    ended = cluster.run("--hosts=node1,[::1", "--detach", cluster.holdfast.script("pass"))
+    assert ended.code == 2
+    cluster.servers.enter("nowhere", "HostName 127.0.0.1", f"Port {support.free_port()}")
+    ended = cluster.run("--hosts=nowhere", "--detach", cluster.holdfast.script("pass"))
+    assert (ended.code, "nowhere: connection refused" in ended.err) == (1, True), ended

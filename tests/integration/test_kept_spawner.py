@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast import procfs
@@ -31,9 +33,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         each.stop()
 
 
-def run(link: SpawnerLink, tmp_path: Path, name: str, *, lease: Lease | None = None) -> tuple[str, Any]:
-    """One worker that prints what it has inherited, and how it ended."""
-    source = "import os\nprint(sorted(os.environ), os.environ['HOLDFAST_TREE'], os.getcwd(), os.getppid())\n"
+SHOW = "import os\nprint(sorted(os.environ), os.environ['HOLDFAST_TREE'], os.getcwd(), os.getppid())\n"
+SNAPSHOT = """
+import holdfast
+snapshots = holdfast.snapshots.open()
+print(snapshots.load())
+with snapshots.save(1) as out:
+    out["value"] = 1
+"""
+
+
+def run(
+    link: SpawnerLink, tmp_path: Path, name: str, *, lease: Lease | None = None, source: str = SHOW
+) -> tuple[str, Any]:
+    """What one worker prints, by default what it has inherited, and how it ended."""
     script = support.write_script(tmp_path / f"{name}.py", source)
     logs = DefaultLogsSpecs(str(tmp_path / name), redirects=Std.ALL)
     spec = GroupSpec("t", sys.executable, logs, preload=MODULES)
@@ -69,6 +82,27 @@ def test_nothing_of_the_earlier_run_is_left(tmp_path: Path) -> None:
     assert procfs.mark_of(first.pid) == f"{second._token}.spawner".encode()
     second.close()
     assert support.survivors([first.pid]) == []
+
+
+@proves("workers.preload-keep-next-run")
+def test_no_snapshot_of_the_earlier_run_is_left(tmp_path: Path) -> None:
+    first = SpawnerLink.launch()
+    first.begin_snapshots(1 << 20, 0, 1, 1, [0], None, "")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first.order_of_snapshots("peers", b"k" * 32, 0, "", fds=(os.dup(listener.fileno()),))
+        address = listener.getsockname()
+    run(first, tmp_path, "FIRST", source=SNAPSHOT)
+    with socket.create_connection(address):  # It has the transfer process started.
+        support.wait_until(lambda: len(psutil.Process(first.pid).children()) == 2, "a template, and that process", 30)
+    assert first.held
+    assert first.keep(60, MODULES) == ""
+    assert len(psutil.Process(first.pid).children()) == 1
+    assert not [fd for fd in Path(f"/proc/{first.pid}/fd").iterdir() if "slot" in os.readlink(fd)]
+    second = launch_or_take_early(MODULES)
+    assert second.pid == first.pid
+    second.begin_snapshots(1 << 20, 0, 1, 1, [0], None, "")
+    assert run(second, tmp_path, "SECOND", source=SNAPSHOT)[0] == "None\n"
+    second.close()
 
 
 @proves("workers.preload-keep-ends")

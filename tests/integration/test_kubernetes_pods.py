@@ -120,12 +120,26 @@ def test_an_evicted_pod_is_replaced_and_the_run_goes_on(tmp_path: Path, index: i
     Job is complete when MIN have succeeded.""")
 def test_an_elastic_run_starts_with_the_pods_that_there_are(tmp_path: Path) -> None:
     with pods.cluster(tmp_path, pods.documents_of(manifest(tmp_path, nnodes="1:2"))) as cluster:
-        assert (cluster.spec["parallelism"], cluster.spec["maxFailedIndexes"]) == (2, 1)
         first = cluster.start(0)
         assert worker(tmp_path, 1, 0)["WORLD_SIZE"] == "1"
         second = cluster.start(1)
         assert worker(tmp_path, 2, 1)["WORLD_SIZE"] == "2"
         finish(tmp_path, first, second)
+
+
+@proves("kubernetes.elastic-complete")
+def test_an_elastic_run_that_succeeds_without_a_pod_completes_the_job(tmp_path: Path) -> None:
+    with pods.cluster(tmp_path, pods.documents_of(manifest(tmp_path, nnodes="1:2"))) as cluster:
+        controller = pods.JobController(cluster.spec)
+        first, second = cluster.start_all()
+        worker(tmp_path, 1, 1)
+        second.process.kill()
+        second.process.wait(30)
+        controller.ended(1, 137)
+        assert worker(tmp_path, 2, 0)["WORLD_SIZE"] == "1"
+        finish(tmp_path, first)
+        controller.ended(0, 0)
+        assert controller.verdict == "Complete"
 
 
 @promise("""kubernetes.exit-codes-agents-fit: The exit codes of agents fit the rules of the Job: a run that has failed

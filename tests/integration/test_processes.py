@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -162,6 +163,7 @@ def test_every_kind_and_every_end(starter: Starter, kind: str, outcome: str) -> 
     pids = context.pids()
     result = context.wait(support.DEADLINE_S)
     assert result is not None
+    assert context.has_ended()
     context.close(timeout=5)
     assert context.pids() == pids, "they are known after the end"
     if outcome == "success":
@@ -599,6 +601,7 @@ def test_closing_again(starter: Starter, mailbox: support.Mailbox) -> None:
     pids = [int(text) for text in mailbox.take(2)]
     for _ in range(3):
         context.close(timeout=60)
+        assert context.has_ended()
         assert not any(support.alive(pid) for pid in pids)
         assert sorted(context.pids().values()) == sorted(pids)
         assert context.stopped() == {0: "SIGTERM", 1: "SIGTERM"}
@@ -607,6 +610,17 @@ def test_closing_again(starter: Starter, mailbox: support.Mailbox) -> None:
         assert result is not None
         exitcodes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         assert exitcodes == {0: -signal.SIGTERM, 1: -signal.SIGTERM}, "they have not succeeded either"
+
+
+def test_a_stop_without_grace_has_none(starter: Starter, mailbox: support.Mailbox) -> None:
+    context = starter.start(entrypoints.wait_forever, str(mailbox))
+    mailbox.take(1)
+    context.begin_stop(signal.SIGCONT, -1.0)
+    deadline = context.next_deadline()
+    assert deadline is not None
+    assert deadline <= time.monotonic()
+    context.close()
+    assert context.stopped() == {0: "SIGKILL, 0 s after SIGCONT"}
 
 
 def test_contexts_take_their_arguments_in_the_known_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -262,6 +263,9 @@ def refused(served: Served, first: bytes) -> bytes:
 def test_other_programs_are_turned_away_with_one_line(served: Served) -> None:
     assert refused(served, b"GET / HTTP/1.1\r\n\r\n") == b""
     assert served.line() == "speaks HTTP; this port is for torch's store"
+    with socket.create_connection(("127.0.0.1", served.port), support.DEADLINE_S) as sock, pytest.raises(OSError):
+        ssl.create_default_context().wrap_socket(sock, server_hostname="localhost")
+    assert served.line() == "speaks TLS; this port is for torch's store"
     assert refused(served, torch_wire.VALIDATE + b"\x63") == b""
     assert served.line() == "sent the operation 99, which this store does not know"
 

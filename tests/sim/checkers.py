@@ -702,9 +702,6 @@ class OneStepForAll(Checker):
         self._committed: set[tuple[SnapshotId, int]] = set()
         self._loaded: dict[tuple[int, int], SnapshotId | None] = {}
 
-    def data_lost(self) -> None:
-        self._loaded.clear()
-
     def snapshots_held(self, node: str, held: tuple[Held, ...]) -> None:
         self._held[node] = held
 
@@ -712,6 +709,7 @@ class OneStepForAll(Checker):
         self._committed.add((snapshot, rank))
 
     def world_sealed(self, world: World) -> None:
+        self._loaded.pop(world.order, None)  # Where the memory was lost, another world may have had the number.
         members = [self._member(facts) for _, facts in sorted(world.members.items())]
         if (expected := newest_loadable(members)) != (found := _snapshot_of(world.template)):
             self.object(f"round {world.round} loads {found}, its members could load {expected}")
@@ -752,6 +750,11 @@ class AgreedMeansKept(Checker):
         self._kept: dict[str, tuple[int, int, int]] = {}
         """What each node keeps now."""
         self._stored: set[tuple[str, tuple[int, int, int]]] = set()
+        self._was_data_lost = False
+
+    def data_lost(self) -> None:
+        """Another world may have the same number."""
+        self._was_data_lost = True
 
     def world_sealed(self, world: World) -> None:
         self._worlds[world.round] = world
@@ -767,6 +770,8 @@ class AgreedMeansKept(Checker):
             saved, done = (*self._worlds[order.round].order, order.step), {*self._kept.items()}
         else:
             saved, done = order.saved, self._stored
+            if self._was_data_lost and saved[1] != order.round:
+                return
         for member in self._worlds[saved[1]].members.values():
             if (member.node_id, saved) not in done:
                 self.object(f"{order}, but {member.node_id} does not keep it, or has not stored it")
@@ -774,7 +779,8 @@ class AgreedMeansKept(Checker):
 
 class LastCompleteSurvives(Checker):
     """If for each rank of the last complete snapshot a node is in the new world that had it then, of its own or as a
-    copy, the world loads that snapshot or a newer one. Each rank is on as many other nodes as the user wants."""
+    copy, the world loads that snapshot or a newer one. Each rank is on as many other nodes as the user wants in the
+    round of the snapshot; a later and larger world, which is told again, may want more."""
 
     def set_up(self) -> None:
         self._holders: dict[tuple[int, int, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -794,7 +800,8 @@ class LastCompleteSurvives(Checker):
     def snapshot_ordered(self, order: Agreed | Complete) -> None:
         if isinstance(order, Complete) and (self._complete is None or order.saved > self._complete):
             self._complete = order.saved
-            if (least := min((len(each) for each in self._holders[order.saved].values()), default=0)) < self._wanted:
+            least = min((len(each) for each in self._holders[order.saved].values()), default=0)
+            if least < self._wanted and order.saved[1] == order.round:
                 self.object(f"{order}, but a rank of it is on {least} nodes")
 
     def world_sealed(self, world: World) -> None:

@@ -254,6 +254,14 @@ def test_a_leave_between_the_decision_to_seal_and_the_write_is_no_loss() -> None
             step(checks)
 
 
+def test_a_larger_world_is_told_again_of_a_snapshot_that_was_complete_in_a_smaller_one() -> None:
+    checks = Checks(SETTINGS, lambda: 0.0, tuple(each for each in RULES if name_of(each) == "last_complete_survives"))
+    told, told_again = (did("snapshot_ordered", Complete(round, SNAPSHOT.order)) for round in (1, 3))
+    older = Chosen(SnapshotId(1, 1, 4, 2))
+    for step in (stored(A, 0), stored(A, 1), told, sealed(2, B, C, chosen=older), sealed(3, A, B), told_again):
+        step(checks)
+
+
 def test_every_rule_has_a_story() -> None:
     assert {rule for rule, _ in STORIES} == {name_of(rule) for rule in RULES}
 

@@ -451,6 +451,64 @@ def test_a_scenario(made: AgentFleet, rows: list[Row], outcome: Outcome | None) 
     assert made.is_over == (outcome is not None)
 
 
+REJOINS: list[Row] = [
+    *fixed(A, B),
+    (5.0, Lost("b", "gone"), [warn("node-b is lost: gone; it is started again")]),
+    (9.9, TIME, []),
+    (10.0, TIME, [Prepare(B)]),
+    (12.0, Lost("b", "no route"), []),  # Its host is still away.
+    (21.9, TIME, []),
+    (22.0, TIME, [Prepare(B)]),
+    (52.0, TIME, [Cut("b")]),  # It did not answer in time.
+    (52.1, Lost("b", "it did not answer"), []),
+    (72.1, TIME, [Prepare(B)]),
+    (73.0, Ready("b"), [Start("b")]),
+    (80.0, Lost("b", "gone"), [warn("node-b is lost: gone; it is started again")]),
+]
+
+
+@proves("ssh.lost-host-rejoins")
+def test_a_lost_host_is_tried_again_later_each_time_and_named_at_the_end() -> None:
+    made = fleet("1:2", is_fixed=True, rejoins=True)
+    rows: list[Row] = [*REJOINS, (81.0, Ended("a", 0), [warn("exclude: node-b (2 losses)")])]
+    for now, event, commands in rows:
+        assert made.step(event, now) == commands, (now, event)
+    assert made.outcome == Outcome(0)
+
+
+@proves("ssh.lost-host-rejoins")
+def test_a_host_that_is_lost_too_often_is_not_used_again() -> None:
+    made, now = fleet("1:2", is_fixed=True, rejoins=True), 1.0
+    for at, event, _ in fixed(A, B):
+        made.step(event, at)
+    for losses in range(1, agent_fleet.MOST_LOSSES + 1):
+        said = made.step(Lost("b", "gone"), now)
+        if losses < agent_fleet.MOST_LOSSES:
+            now += 5.0 * 2 ** (losses - 1)
+            assert made.step(TIME, now) == [Prepare(B)]
+            assert made.step(Ready("b"), now) == [Start("b")]
+    assert said == [warn("node-b is lost: gone; the run goes on with 1 host")]
+    assert made.next_deadline() is None
+
+
+@proves("ssh.host-discovery")
+def test_the_list_of_hosts_may_change() -> None:
+    made = fleet("1:2", is_fixed=True, rejoins=True)
+    rows: list[Row] = [
+        *fixed(A),
+        (5.0, HostsSeen((A, B, C)), [Prepare(B)]),
+        (6.0, Ready("b"), [Start("b")]),
+        (7.0, HostsSeen((A, C)), [
+            Cut("b"),
+            warn("node-b is lost: it is not in the list of hosts any more; the run goes on with 2 hosts"),
+            Prepare(C),
+        ]),
+        (8.0, Lost("b", "cut"), []),
+    ]  # fmt: skip
+    for now, event, commands in rows:
+        assert made.step(event, now) == commands, (now, event)
+
+
 def test_only_so_many_hosts_are_prepared_at_once_and_those_that_wait_do_not_hold_up_a_failure() -> None:
     hosts = tuple(Host(str(number), f"n{number}") for number in range(agent_fleet.MOST_AT_ONCE + 2))
     made = fleet(str(len(hosts)), is_fixed=True)

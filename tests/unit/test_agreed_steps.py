@@ -188,3 +188,17 @@ def test_very_many_nodes() -> None:
         orders = told(steps, dict.fromkeys(map(str, range(many)), report), now=0.0)
     assert orders == [complete(2)]
     assert time.thread_time() - began < 2.0
+
+
+@pytest.mark.parametrize(("loaded", "is_told"), [((*ROUND, 9), True), ((*ROUND, 7), False), (None, False)])
+def test_a_complete_step_that_all_members_may_have_missed_is_told_in_the_next_round(
+    loaded: tuple[int, int, int] | None, is_told: bool
+) -> None:
+    """Unless the next round has gone back behind it."""
+    steps = begun()
+    for reports in (both(newest=7), both(newest=8, kept=8), both(newest=9, kept=8, stored=8)):
+        told(steps, reports)
+    chosen = Chosen(SnapshotId(*loaded, 2)) if loaded is not None else None
+    steps.begin(Place(2, 4, 0, 2, chosen=chosen), 1, 0.0)
+    again = [Complete(4, (*ROUND, 8))] if is_told else []
+    assert told(steps, both(newest=10)) == [*again, KeepFrom(4, 11)]

@@ -200,6 +200,7 @@ def test_a_plot_stays_small_however_long_it_is_watched() -> None:
     added = [series.add(known(None, agents=agents), 0.5, float(second)) for second in range(10_000)]
     assert 50 <= len(series.points) <= 100
     assert series.points[0] == [0.0, 0, 10, 0.5]
+    assert added[1] is not None, "a second later"
     assert (series.points[-1][0] or 0) > 9_800
     times = [point[0] or 0 for point in series.points]
     gaps = [b - a for a, b in pairwise(times)]

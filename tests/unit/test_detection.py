@@ -20,6 +20,9 @@ from tests.unit.test_engine_detection import BLAUNCH, OPEN_MPI, PBS, SLURM, with
 def _slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
+    for name in ("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "HOLDFAST_JOB_PID", "HOLDFAST_BRIEF"):
+        monkeypatch.setenv(name, "")  # Restored after the test.
+        monkeypatch.delenv(name)
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
 
@@ -123,16 +126,29 @@ def test_a_contradiction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert places(completed("--no-detect")) == UNTOUCHED
 
 
-@proves("engines.nothing-detected-batch-script")
-def test_several_tasks_a_node_are_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@proves("engines.job-other-than-thought")
+def test_several_tasks_a_node_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first task says why. `--nnodes 1` says that each is meant to run by itself."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert places(completed()) == UNTOUCHED
-    assert caplog.messages == []
+    with pytest.raises(UserError, match="this task was not started; the first task says why"):
+        completed()
     monkeypatch.setenv("SLURM_PROCID", "0")
+    with pytest.raises(
+        UserError, match="has 4 tasks on 2 nodes, and each would run by itself: use srun --ntasks-per-node"
+    ):
+        completed()
     assert places(completed("--nnodes", "1"))[1:] == UNTOUCHED[1:]
-    assert places(completed()) == UNTOUCHED
-    [line] = caplog.messages
-    assert "has 4 tasks on 2 nodes, and each runs by itself; start one task a node" in line
+
+
+@promise("""engines.one-report-shared-console: Tasks that share a console begin the lines of their workers with node and
+    rank. Of a run that fails, node 0 writes the report and the others one line; one node warns of a missing token.""")
+def test_tasks_that_share_a_console() -> None:
+    assert completed("--nnodes", "1").prefix == "auto"
+    assert completed("--prefix", "never").prefix == "never"
+    assert "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in os.environ
+    assert completed().prefix == "always"
+    assert os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[${hostname}:${rank}] "
+    assert (os.environ["HOLDFAST_BRIEF"], os.environ["HOLDFAST_JOB_PID"]) == ("1", str(os.getppid()))
 
 
 def test_a_step_of_one_node_gets_its_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,20 +172,26 @@ def test_an_engine_that_may_be_a_batch_script_needs_nnodes(
         monkeypatch.delenv(name)
     for name, value in {"pbs": with_(PBS, PBS_NODEFILE=str(file)), "lsf": BLAUNCH}[engine].items():
         monkeypatch.setenv(name, value)
-    assert places(completed()) == UNTOUCHED
+    with pytest.raises(
+        UserError, match="has 2 hosts: give --nnodes 2 if this is a task on each of them, or --nnodes 1"
+    ):
+        completed()
     args = completed("--nnodes", "2")
     assert (args.rdzv_backend, args.node_rank, args.rdzv_endpoint.partition(":")[0]) == ("tcp", 1, "h1")
 
 
-def test_a_node_file_that_cannot_be_read_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@proves("engines.job-other-than-thought")
+def test_a_node_file_that_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SLURM:
         monkeypatch.delenv(name)
     for name, value in with_(PBS, PBS_NODEFILE="/nowhere/nodes").items():
         monkeypatch.setenv(name, value)
-    assert completed("--nnodes", "2").rdzv_endpoint == ""
+    with pytest.raises(UserError, match="the file in PBS_NODEFILE=/nowhere/nodes is not a list of hosts"):
+        completed("--nnodes", "2")
 
 
 def test_an_ipv6_launcher_gets_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
     for name, value in with_(OPEN_MPI, OMPI_MCA_orte_hnp_uri="7.0;tcp6://[fd00::2]:46243").items():
         monkeypatch.setenv(name, value)
     assert completed().rdzv_endpoint.startswith("[fd00::2]:")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.cli import run
 from holdfast.hosts import engine_detection
-from holdfast.hosts.engine_detection import Answer, Contradiction, Found, LeftAlone, expand, found, port_of
+from holdfast.hosts.engine_detection import Answer, Found, LeftAlone, Refused, expand, found, port_of
 from tests.promises import promise, proves
 
 # As `srun -N2 --gpus-per-node=2` of Slurm 22.05 sets them, on the second node.
@@ -67,6 +68,8 @@ JOBSET = {
 PBS = {"PBS_NODEFILE": "/var/spool/aux/5.head", "PBS_JOBID": "5.head", "PBS_NODENUM": "1", "PBS_TASKNUM": "3"}
 NODE_FILE = "n1\nn1\nn2\nn2\n"
 
+shared = partial(Found, shares_console=True)
+
 
 def with_(base: Mapping[str, str], **changes: str | None) -> dict[str, str]:
     merged = {**base, **changes}
@@ -78,25 +81,25 @@ def with_(base: Mapping[str, str], **changes: str | None) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("environ", "answer"),
     [
-        (SLURM, Found("Slurm job 17, step 0", "slurm-17.0", 1, 2, "node1", 15136, 2, "SLURM_GPUS_ON_NODE")),
-        (with_(SLURM, SLURM_GPUS_ON_NODE=None), Found("Slurm job 17, step 0", "slurm-17.0", 1, 2, "node1", 15136)),
+        (SLURM, shared("Slurm job 17, step 0", "slurm-17.0", 1, 2, "node1", 15136, 2, "SLURM_GPUS_ON_NODE")),
+        (with_(SLURM, SLURM_GPUS_ON_NODE=None), shared("Slurm job 17, step 0", "slurm-17.0", 1, 2, "node1", 15136)),
         (with_(SLURM, SLURM_GPUS_ON_NODE="0", SLURM_RESTART_COUNT="3"),
-         Found("Slurm job 17, step 0", "slurm-17.0-requeue3", 1, 2, "node1", 15136)),
+         shared("Slurm job 17, step 0", "slurm-17.0-requeue3", 1, 2, "node1", 15136)),
         (with_(SLURM, SLURM_STEP_ID="3", SLURM_GPUS_ON_NODE=None, PMI_RANK="1", PMI_SIZE="2"),
-         Found("Slurm job 17, step 3", "slurm-17.3", 1, 2, "node1", 15139)),
-        (OPEN_MPI, Found("mpirun of 2 tasks", "mpirun-10.0.0.2-67371008", 1, 2, "10.0.0.2",
+         shared("Slurm job 17, step 3", "slurm-17.3", 1, 2, "node1", 15139)),
+        (OPEN_MPI, shared("mpirun of 2 tasks", "mpirun-10.0.0.2-67371008", 1, 2, "10.0.0.2",
                          port_of("10.0.0.2-67371008"))),
-        # The daemons of mpirun are a step of srun; what counts is what mpirun says.
-        ({**SLURM, **OPEN_MPI}, Found("mpirun of 2 tasks", "mpirun-10.0.0.2-67371008", 1, 2, "10.0.0.2",
+        # The daemons of mpirun are a step of srun; mpirun itself may be on a login host.
+        ({**SLURM, **OPEN_MPI}, shared("mpirun of 2 tasks", "mpirun-10.0.0.2-67371008", 1, 2, "node1",
                                       port_of("10.0.0.2-67371008"))),
         (with_(OPEN_MPI, OMPI_MCA_orte_hnp_uri="7.0;tcp6://[fd00::2]:46243"),
-         Found("mpirun of 2 tasks", "mpirun-fd00::2-7", 1, 2, "fd00::2", port_of("fd00::2-7"))),
+         shared("mpirun of 2 tasks", "mpirun-fd00::2-7", 1, 2, "fd00::2", port_of("fd00::2-7"))),
         (with_(OPEN_MPI, OMPI_MCA_orte_hnp_uri=None, PMIX_NAMESPACE="prterun-my-host-4242@1"),
-         Found("mpirun of 2 tasks", "mpirun-my-host-4242", 1, 2, "my-host", port_of("my-host-4242"))),
-        ({**HYDRA, **SLURM}, Found("mpiexec of 2 tasks", "mpiexec-17", 1, 2, "node1", 15017)),
-        ({**HYDRA, **BLAUNCH}, Found("mpiexec of 2 tasks", "mpiexec-88", 1, 2, "h1", 15088)),
-        ({**HYDRA, **PBS}, Found("mpiexec of 2 tasks", "mpiexec-5", 1, 2, "n1", 15005)),
-        (JSRUN, Found("jsrun of 2 tasks", "jsrun-88", 0, 2, "h1", 15088)),
+         shared("mpirun of 2 tasks", "mpirun-my-host-4242", 1, 2, "my-host", port_of("my-host-4242"))),
+        ({**HYDRA, **SLURM}, shared("mpiexec of 2 tasks", "mpiexec-17", 1, 2, "node1", 15017)),
+        ({**HYDRA, **BLAUNCH}, shared("mpiexec of 2 tasks", "mpiexec-88", 1, 2, "h1", 15088)),
+        ({**HYDRA, **PBS}, shared("mpiexec of 2 tasks", "mpiexec-5", 1, 2, "n1", 15005)),
+        (JSRUN, shared("jsrun of 2 tasks", "jsrun-88", 0, 2, "h1", 15088)),
         (SKYPILOT, Found("SkyPilot task sky-2026-01-01_cluster_train-1", "skypilot-sky-2026-01-01_cluster_train-1", 1,
                          2, "10.0.0.5", port_of("sky-2026-01-01_cluster_train-1"), 8, "SKYPILOT_NUM_GPUS_PER_NODE")),
         (POD, Found("Kubernetes job train", "train", 1, 2, "train-0.train", 29400)),
@@ -109,15 +112,15 @@ def test_what_is_found(environ: dict[str, str], answer: Answer) -> None:
     assert found(environ, NODE_FILE) == answer
 
 
-@promise("""engines.nothing-detected-batch-script: Nothing is detected in a batch script, in a shell of the engine, or
-    inside a worker. Several tasks on a node are left alone with one warning.""")
+@promise("""engines.nothing-detected-batch-script: Nothing is detected in a batch script or a shell of one node, or
+    inside a worker.""")
 @pytest.mark.parametrize(
     "environ",
     [
         {},
-        with_(SLURM, SLURM_STEP_ID=None),  # Within sbatch and salloc.
-        with_(SLURM, SLURM_STEP_ID="4294967290"),  # The interactive step of salloc.
-        with_(SLURM, SLURM_PTY_PORT="4711"),  # srun --pty bash
+        with_(SLURM, SLURM_STEP_ID=None, SLURM_JOB_NUM_NODES="1"),  # Within sbatch and salloc.
+        with_(SLURM, SLURM_STEP_ID="4294967290", SLURM_JOB_NUM_NODES="1"),  # The interactive step of salloc.
+        with_(SLURM, SLURM_PTY_PORT="4711", SLURM_JOB_NUM_NODES="1"),  # srun --pty bash
         {**SLURM, "TORCHELASTIC_RUN_ID": "x"},  # Within a worker.
         with_(POD, HOLDFAST_SERVICE=None),  # Some other job of Kubernetes.
         with_(PBS, PBS_NODENUM=None),
@@ -129,29 +132,65 @@ def test_where_there_is_nothing_to_find(environ: dict[str, str]) -> None:
     assert found(environ, NODE_FILE) is None
 
 
-@proves("engines.nothing-detected-batch-script")
+@pytest.mark.parametrize(
+    ("environ", "is_first"),
+    [({"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}, True), ({"PMI_RANK": "1", "PMI_SIZE": "2"}, False)],
+)
+def test_what_is_left_alone(environ: dict[str, str], is_first: bool) -> None:
+    answer = found(environ)
+    assert isinstance(answer, LeftAlone)
+    assert "does not say where its tasks are" in answer.advice
+    assert answer.is_first == is_first
+    assert "--no-detect" in answer.advice
+
+
+@promise("""engines.job-other-than-thought: A job that would run otherwise than its user thinks is an error that says
+    what to type: a command without `srun` in a job of several nodes, several tasks on a node, a pod without its index,
+    and PBS or LSF without a list of hosts.""")
 @pytest.mark.parametrize(
     ("environ", "words", "is_first"),
     [
-        (
-            with_(SLURM, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="3"),
-            "Slurm job 17, step 0 has 4 tasks on 2 nodes",
-            False,
-        ),
-        (with_(SLURM, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0"), "srun --ntasks-per-node=1 holdfast run", True),
+        (with_(SLURM, SLURM_STEP_ID=None), "Slurm job 17 has 2 nodes, and this command would use one of them: put "
+         "`srun --ntasks-per-node=1` in front, or give --no-detect", True),
+        (with_(SLURM, SLURM_STEP_ID="4294967290"), "Slurm job 17 has 2 nodes", True),
+        (with_(SLURM, SLURM_PTY_PORT="4711"), "Slurm job 17 has 2 nodes", True),
+        (with_(SLURM, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="3"), "step 0 has 4 tasks on 2 nodes", False),
+        (with_(SLURM, SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="0"),
+         "would run by itself: use srun --ntasks-per-node=1 holdfast run", True),
         (with_(OPEN_MPI, OMPI_COMM_WORLD_LOCAL_SIZE="2"), "mpirun of 2 tasks has 2 on this node", False),
         (with_(OPEN_MPI, OMPI_MCA_orte_hnp_uri=None), "does not say where rank 0 is", False),
         (with_(HYDRA, PMI_RANK="0"), "mpiexec of 2 tasks does not say where rank 0 is", True),
-        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}, "does not say where its tasks are", True),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "does not say where its tasks are", False),
+        (with_(POD, JOB_COMPLETION_INDEX=None), "HOLDFAST_SERVICE is set, but JOB_COMPLETION_INDEX is not", True),
+        (with_(BLAUNCH, LSB_MCPU_HOSTS=None), "LSB_MCPU_HOSTS='' is not a list of hosts and numbers", True),
+        (with_(BLAUNCH, LSB_MCPU_HOSTS="h1 1 h2"), "LSB_MCPU_HOSTS='h1 1 h2' is not a list", True),
     ],
-)
-def test_what_is_left_alone(environ: dict[str, str], words: str, is_first: bool) -> None:
+)  # fmt: skip
+def test_what_is_refused(environ: dict[str, str], words: str, is_first: bool) -> None:
     answer = found(environ)
-    assert isinstance(answer, LeftAlone)
-    assert words in answer.advice
+    assert isinstance(answer, Refused)
+    assert words in answer.text
     assert answer.is_first == is_first
-    assert "--no-detect" in answer.advice
+    assert "--no-detect" in answer.text
+
+
+@proves("engines.job-other-than-thought")
+@pytest.mark.parametrize("node_file", ["", "\n", "n1 | n2\n"])
+def test_a_list_of_hosts_that_makes_no_sense_is_refused(node_file: str) -> None:
+    answer = found(PBS, node_file)
+    assert isinstance(answer, Refused)
+    assert "the file in PBS_NODEFILE=/var/spool/aux/5.head is not a list of hosts" in answer.text
+
+
+def test_the_components_of_a_heterogeneous_job_are_in_their_order() -> None:
+    """As `salloc -w node2 : -w node1 srun --het-group=0,1` of Slurm 22.05 sets them: the list is sorted."""
+    groups = {
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "node2",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "node1",
+    }
+    answer = found({**SLURM, **groups, "SLURM_NODEID": "0"})
+    assert isinstance(answer, Found)
+    assert (answer.rank, answer.nodes, answer.host) == (0, 2, "node2")
 
 
 @promise("""engines.variables-contradict-named: Variables that contradict each other are named, and refused with exit
@@ -164,7 +203,6 @@ def test_what_is_left_alone(environ: dict[str, str], words: str, is_first: bool)
         (with_(SLURM, SLURM_NODEID="2"), "SLURM_NODEID=2, but SLURM_STEP_NUM_NODES=2"),
         (with_(SLURM, SLURM_NODEID="-1"), "SLURM_NODEID=-1 is not a number"),
         (with_(SLURM, SLURM_NODEID=None), "SLURM_NODEID is not set"),
-        (with_(SLURM, SLURM_JOB_ID=None), "SLURM_JOB_ID is not set"),
         (with_(SLURM, SLURM_STEP_NODELIST="node[1-"), "SLURM_STEP_NODELIST='node[1-' is not a list of nodes"),
         (with_(SLURM, SLURM_STEP_NODELIST=None), "SLURM_STEP_NODELIST='' is not a list of nodes"),
         (with_(SLURM, SLURMD_NODENAME="node1"),
@@ -183,7 +221,8 @@ def test_what_is_left_alone(environ: dict[str, str], words: str, is_first: bool)
     ],
 )  # fmt: skip
 def test_contradictions_are_named(environ: dict[str, str], words: str) -> None:
-    assert found(environ, NODE_FILE) == Contradiction(words)
+    text = f"variables of the environment contradict each other: {words} (--no-detect ignores them)"
+    assert found(environ, NODE_FILE) == Refused(text)
 
 
 def test_the_cheap_look_knows_every_engine() -> None:

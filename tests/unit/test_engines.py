@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("restored_logger")
 
 PLUG_IN = """
 from holdfast.errors import HostError, UserError
-from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.engines import OWN, Engine
+from holdfast.option import Options, flag, optional, value
 
 jobs = []
 
@@ -27,19 +28,24 @@ def colour(text):
         raise ValueError(f"{text!r} is no colour")
     return text
 
-class Both(Engine):
-    name = "both"
-    options = (EngineOption("--queue NAME", "where it waits", default="main"), EngineOption("--dry", "try it only"),
-               EngineOption("--colour NAME", "its colour", parse=colour))
+class BothOptions(Options):
+    queue = value("--queue NAME", OWN, str, "main", help="where it waits")
+    dry = flag("--dry", OWN, help="try it only")
+    colour = optional("--colour NAME", OWN, colour, help="its colour")
+    words = value("--words OPTIONS", OWN, str, "", help="options of another", takes_dashes=True, joined_by=" ")
 
-    def submit(self, job, settings):
-        jobs.append((job, settings))
-        if settings["queue"] == "broken":
+class Both(Engine[BothOptions]):
+    name = "both"
+    options = BothOptions
+
+    def submit(self, job, settings, *, detach):
+        jobs.append((job, vars(settings) | {"detach": detach}))
+        if settings.queue == "broken":
             raise HostError("the queue is broken")
         return 7
 
     def render(self, job, settings):
-        return f"{settings['queue']}: {job.nnodes}\\n"
+        return f"{settings.queue}: {job.nnodes}\\n"
 
 class Paper(Engine):
     name = "paper"
@@ -95,7 +101,7 @@ def test_a_job_has_the_options_as_typed_and_in_full() -> None:
     assert (job.min_nodes, job.max_nodes, job.nproc_per_node, job.run_id) == (2, 4, "4", "job7")
     assert job.program == ("train", "--lr", "0.1")
     assert (job.directory, job.python) == (os.getcwd(), sys.executable)
-    assert settings == {"detach": False, "queue": "main", "dry": False, "colour": None}
+    assert settings == {"detach": False, "queue": "main", "dry": False, "colour": None, "words": ""}
     read = command_line.read(job.agent_arguments()[1:])
     assert (read.max_restarts, read.tee, read.module, read.training_script) == (3, 3, True, "train")
 
@@ -115,6 +121,14 @@ def test_the_environment_becomes_part_of_the_job(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PET_CLEAN_SHM", "yes")
     job, _ = submitted("--lease", "9s", "train")
     assert (job.nnodes, sorted(job.options)) == ("3", ["--clean-shm", "--lease=9s", "--max-restarts=0"])
+
+
+@promise("engines.env-every-engine: `--env` sets variables for agents and workers on every engine.")
+def test_variables_are_part_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HERE", "x y")
+    job, _ = submitted("--env", "A=1,,2", "--env", "HERE", "x.py")
+    assert job.environment == (("A", "1,2"), ("HERE", "x y"))
+    assert job.options == ()
 
 
 def test_the_times_of_a_job() -> None:
@@ -143,6 +157,13 @@ def test_engine_options_mix_with_those_of_run() -> None:
     assert job.program == ("x.py", "--dry")
 
 
+@promise("""engines.option-takes-dashes: An option whose value begins with dashes, such as `--sbatch`, takes the next
+    word, and may be given several times.""")
+def test_a_value_may_begin_with_dashes() -> None:
+    _, settings = submitted("--words", "--exclusive", "--words", "--signal=TERM@120 --x", "--nnodes", "2", "x.py")
+    assert settings["words"] == "--exclusive --signal=TERM@120 --x"
+
+
 def test_render_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert submit.render(["both", "--queue", "night", "--nnodes", "2", "x.py"]) == 0
     assert capsys.readouterr().out == "night: 2\n"
@@ -158,10 +179,9 @@ def test_options_that_the_engine_decides(capsys: pytest.CaptureFixture[str], opt
 
 
 @promise("""engines.unknown-asked-broken-plug: An unknown engine, one that cannot do what is asked, a broken plug-in,
-    options that the engine decides and those of hosts by ssh (`--hosts`, `--copy`, `--env`) are refused in one
-    line.""")
+    options that the engine decides and those of hosts by ssh (`--hosts`, `--copy`) are refused in one line.""")
 @pytest.mark.parametrize("engine", ["kubernetes", "paper", "slurm"])
-@pytest.mark.parametrize("option", ["--hosts=a,b", "--copy=script", "--env=A=1", "--hostfile=x", "--ssh=x"])
+@pytest.mark.parametrize("option", ["--hosts=a,b", "--copy=script", "--hostfile=x", "--ssh=x"])
 def test_options_of_hosts_by_ssh(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, engine: str, option: str
 ) -> None:
@@ -189,7 +209,7 @@ def test_options_of_hosts_by_ssh(
         (("x.py", "--on", "both"), "there is no engine 'x.py'; the engines are: "),
         (("--nnodes", "2", "x.py", "--on", "both"), "the engine comes first, as in `holdfast submit both`; known: "),
         (("--nnodes", "2", "x.py"), "the engine comes first, as in `holdfast submit both`; known: both, "),
-        ((), "the engine comes first, as in `holdfast submit both`; known: both, ray, slurm"),
+        ((), "the engine comes first, as in `holdfast submit both`; known: both, kubernetes, ray, slurm"),
         (("both",), "a script to run is required"),
         (("both", "--queu", "x", "x.py"), "unknown option --queu; did you mean --queue?"),
         (("both", "--colour", "green", "x.py"), "--colour: 'green' is no colour"),
@@ -208,7 +228,7 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tokens: tup
         ((), "the engine comes first, as in `holdfast render both`; known: both, kubernetes, paper, slurm"),
         (("--nnodes", "2", "both", "x.py"), "the engine comes first, as in `holdfast render both`; known: "),
         (("both",), "a script to run is required"),
-        (("both", "--detach", "x.py"), "unknown option --detach"),
+        (("both", "--detach", "x.py"), "--detach is for hosts that `holdfast run --hosts` reaches by ssh"),
     ],
 )
 def test_wrong_input_to_render(capsys: pytest.CaptureFixture[str], tokens: tuple[str, ...], words: str) -> None:

@@ -69,7 +69,8 @@ RUNNING = {"phase": "running", "round": 2, "restarts": 1}
         (b"PRI * HTTP/2.0\r\n\r\n", 400),
         (b"\r\n\r\n", 400),
         (b"\x16\x03\x01\xff\n\n", 400),
-        (b"GET / HTTP/1.1\r\n" + b"x" * 8192, 431),
+        (b"x" * 8192, 431),
+        (b"x" * 8191, None),
         (b"", None),
         (b"GET / HTTP/1.1\r\nHost: a\r\n", None),
     ],
@@ -266,6 +267,7 @@ def test_a_loop_that_waits_is_not_busy() -> None:
 def test_a_loop_in_a_hook_is_busy_but_not_stuck() -> None:
     busy_time = BusyTime()
     with busy_time.measured_here():
+        assert busy_time.stuck_for_s() <= busy_time.busy_for_s(), "before any hook"
         with loop.in_hook():
             loop.wait_readable([], 0)
             assert busy_time.busy_for_s() > 0

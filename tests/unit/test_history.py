@@ -280,8 +280,8 @@ def test_a_coordinator_that_took_over_begins_anew() -> None:
             "4 rounds, 2 restarts after hangs, 1 after a node was lost; 1m18s lost, goodput 10 %",
         ),
         (
-            told_of((begin(7, 10.0), run(12.0), stop("failed", 50.0)), 100.0),
-            "1 round; 50 s lost, goodput 38 % (of the last 1m40s, earlier rounds are not known)",
+            told_of((begin(7, 10.0), run(12.0), stop("failed", 40.0)), 100.0),
+            "1 round; 1m00s lost, goodput 28 % (of the last 1m40s, earlier rounds are not known)",
         ),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import shlex
@@ -12,9 +13,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import submit
+from holdfast.cli import exit_status, submit
 from holdfast.cli.arguments import command_line
-from tests.pods import Tree, action_on, documents_of, expanded, job_of
+from holdfast.errors import HostError, UserError
+from holdfast.hosts.kubernetes_manifest import patched
+from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from tests.pods import JobController, Tree, action_on, documents_of, expanded, job_of
 from tests.promises import promise, proves
 
 FULL = (
@@ -120,7 +124,7 @@ def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         spec, name, _ = job_of(documents)
         check_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec})
         kinds.append([*documents][-1])
-    assert kinds == ["Job", "JobSet", "TrainJob", "Job"]
+    assert kinds == ["Job", "Job", "JobSet", "TrainJob", "Job"]
 
 
 # --- content ------------------------------------------------------------------------------------------------------
@@ -202,7 +206,7 @@ def test_the_grace_of_the_pod_is_longer_than_that_of_the_workers(
 
 @proves("kubernetes.nnodes-min-max-run")
 @pytest.mark.parametrize(
-    ("nnodes", "numbers", "enough"), [("2", (2, 2, 0), None), ("2:4", (4, 4, 2), [{"succeededCount": 2}])]
+    ("nnodes", "numbers", "enough"), [("2", (2, 2, 0), None), ("2:4", (4, 4, 0), [{"succeededCount": 2}])]
 )
 def test_how_many_pods(render: Render, nnodes: str, numbers: tuple[int, int, int], enough: Any) -> None:
     spec, _, _ = job_of(documents_of(render("--nnodes", nnodes)))
@@ -230,6 +234,115 @@ def test_what_follows_an_exit_code(render: Render, code: int, is_disrupted: bool
     spec, _, _ = job_of(documents_of(render()))
     assert action_on(spec, code, is_disrupted=is_disrupted) == action
     assert spec["backoffLimitPerIndex"] == 3
+
+
+@promise("""kubernetes.elastic-complete: An elastic run that succeeds leaves a complete Job, whichever of its pods were
+    lost on the way, and one that fails leaves a failed Job.""")
+@pytest.mark.parametrize(
+    ("nnodes", "ends", "verdict"),
+    [
+        ("1:2", [(1, 137)] * 9 + [(0, 0)], "Complete"),
+        ("1:3", [(1, 95), (2, 137), (2, 95), (0, 0)], "Complete"),
+        ("2:4", [(3, 95), (0, 0), (1, 0), (2, 0)], "Complete"),
+        ("2:4", [(3, 143), (1, 1)], "Failed: MaxFailedIndexesExceeded"),
+        ("1:2", [(1, 94)], "Failed: PodFailurePolicy"),
+        ("2", [(1, 137)] * 3 + [(0, 0), (1, 0)], "Complete"),
+        ("2", [(1, 137)] * 4, "Failed: MaxFailedIndexesExceeded"),
+    ],
+)
+def test_what_becomes_of_the_job(render: Render, nnodes: str, ends: list[tuple[int, int]], verdict: str) -> None:
+    controller = JobController(job_of(documents_of(render("--nnodes", nnodes)))[0])
+    for index, code in ends:
+        controller.ended(index, code)
+    assert controller.verdict == verdict
+
+
+@proves("kubernetes.elastic-complete")
+def test_the_end_of_one_node_is_told_from_that_of_the_run(
+    render: Render, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = (
+        HostError("no memory"),
+        RendezvousConnectionError("gone"),
+        RendezvousTimeoutError("too few"),
+        UserError("x"),
+    )
+    assert [*map(exit_status.explain, errors)] == [1, 1, 1, 2]
+    (code,) = [each["value"] for each in container_of(job_of(documents_of(render()))[0])["env"]
+               if each["name"] == "HOLDFAST_HOST_ERROR_CODE"]  # fmt: skip
+    monkeypatch.setenv("HOLDFAST_HOST_ERROR_CODE", code)
+    assert [*map(exit_status.explain, errors)] == [95, 95, 1, 2]
+
+
+@promise("""kubernetes.options-pods: Options say on which machines the pods run, what they mount, their variables,
+    labels, annotations and pull secrets; `--patch` changes everything else.""")
+def test_options_of_pods(render: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUB", "h$1")
+    patch = tmp_path / "patch.json"
+    patch.write_text(json.dumps({"spec": {"suspend": True, "backoffLimitPerIndex": None, "template": {"spec": {
+        "priorityClassName": "high", "containers": [{"name": "node", "imagePullPolicy": "Always"}, {"name": "side"}],
+    }}}}))  # fmt: skip
+    options = (
+        *(
+            "--node-selector",
+            "disk=ssd,zone=a",
+            "--toleration",
+            "nvidia.com/gpu:NoSchedule,team=ml",
+            "--env",
+            "A=1,HUB",
+        ),
+        *("--env-from", "secret/keys,configmap/conf", "--volume-claim", "data:/data", "--image-pull-secret", "hub"),
+        *(
+            "--label",
+            "kueue.x-k8s.io/queue-name=gpus",
+            "--label",
+            "team=ml",
+            "--annotation",
+            "who=me",
+            "--patch",
+            str(patch),
+        ),
+    )
+    documents = documents_of(render(*options))
+    job = documents["Job"]
+    check_schema(
+        {**job, "spec": patched(job["spec"], {"template": {"spec": {"containers": [{"name": "side", "image": "x"}]}}})}
+    )
+    labels = {"kueue.x-k8s.io/queue-name": "gpus", "team": "ml"}
+    assert job["metadata"] == {"name": "train", "labels": labels, "annotations": {"who": "me"}}
+    assert job["spec"]["template"]["metadata"] == {"labels": labels, "annotations": {"who": "me"}}
+    pod, container = job["spec"]["template"]["spec"], container_of(job["spec"])
+    assert pod["nodeSelector"] == {"disk": "ssd", "zone": "a"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"key": "team", "operator": "Equal", "value": "ml"},
+    ]
+    assert pod["imagePullSecrets"] == [{"name": "hub"}]
+    assert [each["name"] for each in pod["volumes"]] == ["shm", "claim-data"]
+    assert container["volumeMounts"][1] == {"name": "claim-data", "mountPath": "/data"}
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}, {"configMapRef": {"name": "conf"}}]
+    assert {each["name"]: each.get("value") for each in container["env"]}.items() >= {("A", "1"), ("HUB", "h$$1")}
+    assert "--env" not in " ".join(container["args"])
+    assert (job["spec"]["suspend"], "backoffLimitPerIndex" in job["spec"], pod["priorityClassName"]) == (
+        True,
+        False,
+        "high",
+    )
+    assert (container["imagePullPolicy"], container["image"], len(pod["containers"])) == (
+        "Always",
+        "example/train:1",
+        2,
+    )
+
+
+def test_what_the_user_should_know(render: Render, caplog: pytest.LogCaptureFixture) -> None:
+    render("--memory", "4Gi", "--env", "API_TOKEN=x")
+    sizes = "--shm-size 8Gi is not smaller than --memory 4Gi: files in /dev/shm are memory of the pod, "
+    assert [line for line in caplog.messages if line.startswith(sizes)]
+    assert "the value of API_TOKEN is in the manifest; --env-from secret/NAME keeps it out" in caplog.messages
+    caplog.clear()
+    render("--memory", "8.5Gi", "--secret", "x")
+    assert len(caplog.messages) == 1
 
 
 def test_a_jobset_ends_for_good_where_its_job_does(render: Render) -> None:
@@ -273,6 +386,19 @@ def test_the_job_is_named_after_the_script(render: Render, script: tuple[str, ..
         (("--gpus-per-node", "0"), "--gpus-per-node: '0' is not a whole number above 0"),
         (("--gpus-per-node", "all"), "--gpus-per-node: 'all' is not a whole number above 0"),
         (("--pod-restarts", "-1"), "--pod-restarts: '-1' is not a whole number from 0 on"),
+        (
+            ("--pod-restarts", "1", "--nnodes", "1:2"),
+            "--pod-restarts is for runs of a fixed size; with --nnodes 1:2 a ",
+        ),
+        (("--node-selector", "ssd"), "--node-selector: 'ssd' is not a list such as disk=ssd,zone=a"),
+        (
+            ("--toleration", "a:Never"),
+            "--toleration: 'a:Never' is not a taint such as KEY, KEY=VALUE or KEY:NoSchedule",
+        ),
+        (("--env-from", "keys"), "--env-from: 'keys' is neither secret/NAME nor configmap/NAME"),
+        (("--volume-claim", "data"), "--volume-claim: 'data' is not a list of claims and paths such as data:/data"),
+        (("--patch", "/nowhere"), "--patch '/nowhere' cannot be read: No such file or directory"),
+        (("--patch", "/dev/null"), "--patch '/dev/null' is not JSON: "),
         (("--set-restarts", "1"), "--set-restarts is for --kind jobset and trainjob; a job starts nothing again"),
         (("--termination-grace", "30"), "--termination-grace 30 is not longer than the 30 s that the workers have to "),
         (("--health-port", "0"), "--health-port 0: the probes of a pod need a port that is known before it starts"),

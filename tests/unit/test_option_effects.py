@@ -20,6 +20,7 @@ import pytest
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec, WorkerState
 from holdfast.cli import run as cli
+from holdfast.cli import run_by_ssh
 from holdfast.cli.arguments import program
 from holdfast.cli.arguments.options import HOSTS, OPTIONS
 from holdfast.hangs.policy import HangPolicy, Signal
@@ -96,6 +97,9 @@ EFFECTS = {
     "module": Effect(None, lambda a: spec(a).args, ("-u", "-m", "x.py")),
     "no_python": Effect(None, lambda a: (spec(a).entrypoint, spec(a).args), ("./x.py", ())),
     "run_path": Effect(None, lambda a: spec(a).entrypoint, program.run_script_path),
+    "snapshot_dir": Effect("d", lambda a: group(a).snapshot_dir, "d"),
+    "snapshot_bandwidth": Effect("9m", lambda a: group(a).snapshot_bandwidth, 9 << 20),
+    "snapshot_memory": Effect("3g", lambda a: group(a).snapshot_memory, 3 << 30),
     "clean_shm": Effect(None, lambda a: group(a).clean_shm, True),
     "start_method": Effect("fork", lambda a: group(a).start_method, "fork"),
     "preload": Effect("json,a.b", lambda a: group(a).preload, ("json", "a.b")),
@@ -126,7 +130,7 @@ EFFECTS = {
     "admit": Effect("on-restart", lambda a: agreed(a).admit, Admit.ON_RESTART, TCP),
     "agent_store": Effect("off", lambda a: agreed(a).agent_store, AgentStore.OFF, TCP),
     "snapshot_copies": Effect("1", lambda a: agreed(a).snapshot_copies, 1, f"{TCP} --token-file=secret"),
-    "snapshot_every": Effect("10m", lambda a: agreed(a).snapshot_every_s, 600.0, TCP),
+    "snapshot_every": Effect("10m", lambda a: agreed(a).snapshot_every_s, 600.0, f"{TCP} --snapshot-dir=d"),
     "admit_delay": Effect("7", lambda a: agreed(a).admit_delay_s, 7.0, TCP),
     "on_isolation": Effect("continue", lambda a: meeting(a).on_isolation, "continue", TCP),
     "token_file": Effect("secret", lambda a: meeting(a).token, b"the word of the day", TCP),
@@ -234,9 +238,12 @@ def test_no_effect_is_of_an_option_that_is_gone() -> None:
 
 
 # The option's text, what is seen in the job, and what is expected there.
-HOST_EFFECTS: dict[str, tuple[str, Callable[[HostsJob], object], object]] = {
+HOST_EFFECTS: dict[str, tuple[str | None, Callable[[HostsJob], object], object]] = {
     "hosts": ("a,b:3", lambda j: j.hosts, (Host("a"), Host("b", 3))),
     "hostfile": ("hosts", lambda j: j.hosts, (Host("c", 2),)),
+    "detach": (None, lambda j: j, None),
+    "host_discovery": ("echo d:2", lambda j: (j.hosts, j.discover is not None), ((Host("d", 2),), True)),
+    "rejoin_hosts": (None, lambda j: j.rejoins, True),
     "remote_python": ("/opt/python", lambda j: j.job.python, "/opt/python"),
     "env": ("A=1,OMP_NUM_THREADS", lambda j: j.job.environment, (("A", "1"), ("OMP_NUM_THREADS", "1"))),
     "copy": ("script", lambda j: j.archive is not None, True),
@@ -248,8 +255,14 @@ HOST_EFFECTS: dict[str, tuple[str, Callable[[HostsJob], object], object]] = {
 @pytest.mark.parametrize("name", names_of(of_hosts=True))
 def test_every_option_for_hosts_has_its_effect(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts").write_text("c slots=2")
+    if name == "detach":  # No job is run in this process.
+        commands: list[list[str]] = []
+        monkeypatch.setattr(run_by_ssh, "_detach", lambda args, job: commands.append([*args.given]))
+        cli.main(["--hosts=x", "--detach", "x.py"])
+        assert commands == [["hosts", "detach"]]
+        return
     text, seen, expected = HOST_EFFECTS[name]
-    besides = [] if name in ("hosts", "hostfile") else ["--hosts=x"]
+    besides = {"hosts": [], "hostfile": [], "host_discovery": ["--nnodes=1:2"]}.get(name, ["--hosts=x"])
     assert seen(job_of([*besides, flag_of(name, text)], monkeypatch)) == expected
     assert seen(job_of(["--hosts=x"], monkeypatch)) != expected
 

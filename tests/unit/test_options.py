@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+import holdfast.option as values
 from holdfast.cli import submit
 from holdfast.cli.arguments import command_line, options, parser
-from holdfast.cli.arguments.options import OPTIONS, Option, RunArguments
+from holdfast.cli.arguments.options import OPTIONS, RunArguments
 from holdfast.cli.arguments.parser import RunParser, help_text
+from holdfast.option import Option
 from holdfast.process.output.logs import Std
 from tests.promises import promise, proves
 from tests.unit.test_option_effects import EFFECTS, HOST_EFFECTS
@@ -110,7 +112,7 @@ def test_names_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """The long spelling counts, and some options have none."""
     assert (BY_NAME["module"].variable, BY_NAME["redirects"].variable) == ("PET_MODULE", "PET_REDIRECTS")
     without = [option.name for option in OPTIONS if option.variable is None]
-    assert without == ["numa_binding", "logs_specs", "quiet", "verbose"]
+    assert without == ["numa_binding", "detach", "logs_specs", "quiet", "verbose"]
     for name in without:
         monkeypatch.setenv(f"PET_{name.upper()}", "1")
         assert getattr(parse("x.py"), name) == BY_NAME[name].default_value
@@ -150,23 +152,25 @@ TIME = "is not a duration such as 30, 30s, 5m or 2h"
 @pytest.mark.parametrize(
     ("read", "text", "value"),
     [
-        *((options.yes_or_no, text, True) for text in ("1", "true", "Yes")),
-        *((options.yes_or_no, text, False) for text in ("0", "FALSE", "no")),
-        (options.yes_or_no, "2", "'2' is neither yes (1, true, yes) nor no (0, false, no)"),
+        *((values.yes_or_no, text, True) for text in ("1", "true", "Yes")),
+        *((values.yes_or_no, text, False) for text in ("0", "FALSE", "no")),
+        (values.yes_or_no, "2", "'2' is neither yes (1, true, yes) nor no (0, false, no)"),
         *((options.duration_s, text, value) for text, value in (("90", 90.0), ("1.5m", 90.0), ("2H", 7200.0))),
         *((options.duration_s, text, f"{text!r} {TIME}") for text in ("soon", "-1", "nan", "1e9", "")),
         (options.duration_above_0_s, "1d", 86400.0),
         (options.duration_above_0_s, "0s", re.compile("'0s' is not a time above 0: .*")),
+        *((options.size_bytes, text, value) for text, value in (("off", 0), ("512m", 512 << 20), ("1.5GiB", 3 << 29))),
+        *(
+            (options.size_bytes, text, f"{text!r} is not a size such as 512m, 4g or off")
+            for text in ("", "x", "-1", "m")
+        ),
         (options.seconds_above_0, "2.5", 2.5),
         *(
             (options.seconds_above_0, text, f"{text!r} is not a number of seconds above 0")
             for text in ("0", "nan", "x")
         ),
-        (options.count, "7", 7),
-        *(
-            (options.count, text, f"{text!r} is not a whole number from 0 on")
-            for text in ("-1", "x", "1.5", "9" * 5000)
-        ),
+        (values.count, "7", 7),
+        *((values.count, text, f"{text!r} is not a whole number from 0 on") for text in ("-1", "x", "1.5", "9" * 5000)),
         (options.port, "1234", 1234),
         *((options.port, text, f"{text!r} is not a port (1 to 65535)") for text in ("0", "65536")),
         (options.address, "8080", "127.0.0.1:8080"),
@@ -188,10 +192,10 @@ TIME = "is not a duration such as 30, 30s, 5m or 2h"
         (options.signal_names, "SIGTREM", re.compile("unknown signal 'SIGTREM' .*")),
         (options.signal_names, "SIGSTOP", re.compile("SIGSTOP cannot be handled .*")),
         (options.signal_names, ",", "the list names no signal"),
-        (options.filters, " , ", None),
-        (options.filters, "a, b", ["a", "b"]),
-        (options.filters, "loss=1,,2,step 3", ["loss=1,2", "step 3"]),
-        (options.filters, ",,", [","]),
+        (values.texts, " , ", None),
+        (values.texts, "a, b", ["a", "b"]),
+        (values.texts, "loss=1,,2,step 3", ["loss=1,2", "step 3"]),
+        (values.texts, ",,", [","]),
     ],
 )
 def test_values(read: Callable[[str], Any], text: str, value: object) -> None:

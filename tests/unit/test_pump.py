@@ -594,6 +594,7 @@ def test_a_console_holds_workers_up_only_if_it_blocks_for_a_while(rig: Rig, monk
     os.close(write_fd)
     console.read_until(b"")
     assert rig.pump.drain(DEADLINE_S)
+    monkeypatch.setattr(pump_module, "_BLOCKED_AFTER_S", -1.0)
     assert not rig.pump.is_blocked
     console.close()
 

@@ -35,7 +35,7 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options_of(job: HostsJob, host: int, endpoint: str = "10.0.0.1:4321") -> command_line.SimpleNamespace:
     """What the agent of that host reads from its command line."""
-    return command_line.read(job.arguments(host, endpoint)[1:])
+    return command_line.read(job.arguments(host, job.hosts[host], endpoint)[1:])
 
 
 @proves("ssh.hosts-starts-agent-host")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import pytest
 from holdfast.agent.control import ControlSocket
 from holdfast.cli import runs, status
 from holdfast.errors import HostError
+from holdfast.frozen import changed
 from holdfast.observe import ask, run_view, words
 from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun
 from holdfast.observe.run_view import RunView, Told
@@ -162,6 +164,26 @@ def test_ranks_that_are_not_given_yet_are_not_shown() -> None:
     assert "round 1234567," in lines[0]
     assert [line.split()[0] for line in lines[-3:]] == ["-", "2", "10000000"]
     assert lines[4].split()[0] == "-"
+
+
+@promise("""steering.status-summary: `holdfast status` of a large run counts nodes and workers by state and names the
+    odd ones; `--all` shows every one.""")
+def test_a_large_run_is_summed_up() -> None:
+    nodes = [changed(a_node(f"n{number}"), rank=number, first_rank=number) for number in range(64)]
+    nodes[7] = changed(nodes[7], state="finished")
+    agents = [
+        AgentStatus(node_id=node.node_id, node=node.rank, round=1,
+                    workers=(WorkerStatus(0, number, 17, "failed" if number == 9 else "running"),))
+        for number, node in enumerate(nodes) if number != 3
+    ]  # fmt: skip
+    view = a_view(RunStatus("job7", "running", round=1, nodes=tuple(nodes)), *agents)
+    lines = status.text_of(view, is_all=False).splitlines()
+    assert len(lines) < 20
+    assert "64 nodes: 63 running, 1 finished" in lines
+    assert "63 workers: 62 running, 1 failed" in lines
+    assert [line.split()[1] for line in lines if re.match(r"[37] +n", line)] == ["n3", "n7"]
+    assert [line for line in lines if re.match(r"9 +9 +17 +failed", line)]
+    assert len(status.text_of(view).splitlines()) > 128
 
 
 # Which run.

@@ -14,17 +14,17 @@ from holdfast import escape
 from holdfast.cli import submit
 from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
-from holdfast.hosts.slurm import Slurm
+from holdfast.hosts.slurm import Slurm, SlurmOptions
 from tests import support
 from tests.promises import promise, proves
 
-SETTINGS = {option.invocation.split()[0].lstrip("-").replace("-", "_"): option.default for option in Slurm.options}
+SETTINGS = SlurmOptions()
 
 # `srun holdfast ...` writes its words to a file, and whether the token can be read; any other command is run.
 SRUN = f"""
     #!{sys.executable}
     import json, os, sys
-    words = [each for each in sys.argv[1:] if not each.startswith("--ntasks") and not each.startswith("--wait")]
+    words = [each for each in sys.argv[1:] if not each.startswith(("--ntasks", "--wait", "--no-kill"))]
     if words[0] == "test":
         os.execvp("test", words)
     path = os.environ.get("PET_TOKEN_FILE", "")
@@ -35,18 +35,20 @@ SRUN = f"""
 
 def job(*program: str, nodes: int = 1, directory: str = "/work", run_id: str = "job7") -> JobSpec:
     python = sys.executable
-    return JobSpec(("--max-restarts=3",), program, run_id, nodes, nodes, directory=directory, python=python)
+    where = {"directory": directory, "python": python}
+    return JobSpec(("--max-restarts=3",), program, run_id, nodes, nodes, is_named=True, **where)
 
 
-def executed(tmp_path: Path, spec: JobSpec) -> dict[str, object]:
+def executed(tmp_path: Path, spec: JobSpec, settings: SlurmOptions = SETTINGS, **variables: str) -> dict[str, object]:
     """Run the script that `holdfast render` shows; gives the command of `srun`."""
     support.write_script(tmp_path / "srun", SRUN, executable=True)
-    script = Slurm().render(spec, SETTINGS)
+    script = Slurm().render(spec, settings)
     assert escape.lines(script) == script, "the script is shown in other words than it has"
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **variables}
     env.pop("HOLDFAST_TOKEN", None)
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.endswith(b"holdfast: the agents of Slurm job 7 have ended with exit code 0\n")
     called: dict[str, object] = json.loads((tmp_path / "called.json").read_text())
     return called
 
@@ -61,7 +63,7 @@ def test_every_argument_is_the_same_in_the_job(tmp_path: Path, word: str) -> Non
     words = executed(tmp_path, job("train.py", word, run_id=f"run {word}"))["words"]
     assert isinstance(words, list)
     assert words[words.index("--") :] == ["--", "train.py", word]
-    assert f"--rdzv-id=run {word}" in words
+    assert f"--rdzv-id=run {word}-7" in words
 
 
 @proves("engines.render-slurm-shows-argument")
@@ -97,6 +99,47 @@ def test_the_agents_wait_for_each_other_because_srun_does_not() -> None:
     assert " --exit-barrier-timeout=20d " in rendered
     spec = changed(job("x.py", nodes=2), options=("--exit-barrier-timeout=1m",))
     assert " --wait" not in Slurm().render(spec, SETTINGS)
+
+
+@promise("""engines.slurm-run-id: Each time that Slurm starts a script is a run of its own, and so is each task of an
+    array.""")
+@pytest.mark.parametrize(
+    ("is_named", "variables", "run_id"),
+    [
+        (True, {}, "job7-7"),
+        (False, {}, "slurm-7"),
+        (False, {"SLURM_RESTART_COUNT": "2"}, "slurm-7-requeue2"),
+        (True, {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, "job7-5_3"),
+    ],
+)
+def test_the_run_id_has_the_job_in_it(tmp_path: Path, is_named: bool, variables: dict[str, str], run_id: str) -> None:
+    words = executed(tmp_path, changed(job("x.py"), is_named=is_named), **variables)["words"]
+    assert isinstance(words, list)
+    assert f"--rdzv-id={run_id}" in words
+
+
+def test_a_lost_node_ends_neither_the_job_nor_the_step_of_an_elastic_run() -> None:
+    rendered = Slurm().render(changed(job("x.py"), max_nodes=2), SETTINGS)
+    assert "\n#SBATCH --no-kill\n" in rendered
+    assert "\nsrun --ntasks-per-node=1 --no-kill " in rendered
+    assert "no-kill" not in Slurm().render(job("x.py"), SETTINGS)
+
+
+@promise("""engines.slurm-setup-srun: `--setup` runs on each node before the agent, which does not start if that fails;
+    `--srun` gives srun options.""")
+def test_options_of_srun_and_commands_before_the_agent(tmp_path: Path) -> None:
+    settings = SlurmOptions(srun="--mpi=none '--comment=a b'", setup="module load 'x y'\nexport A=\"$B\"", qos="high")
+    words = executed(tmp_path, job("x.py"), settings)["words"]
+    assert isinstance(words, list)
+    assert words[:4] == ["--mpi=none", "--comment=a b", "bash", "-c"]
+    assert "#SBATCH --qos=high\n" in Slurm().render(job("x.py"), settings)
+    shell = ["bash", "-c", words[4], "agent", "sh", "-c", "echo $A"]
+    before = {"PATH": os.environ["PATH"], "B": "it's b"}
+    module = {"BASH_FUNC_module%%": "() { echo $#; }"}
+    done = subprocess.run(shell, env={**before, **module}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2\nit's b\n")
+    failed = subprocess.run(["bash", "-c", words[4].replace("export A=", "false "), *shell[3:]], env=before, timeout=60)
+    assert failed.returncode == 1
 
 
 @pytest.mark.parametrize(("options", "has_prefixes"), [((), True), (("--prefix=never",), False)])

@@ -71,6 +71,7 @@ def test_the_json_form() -> None:
         "failed": [],
         "history": plain(PAST.told(100.0)),
         "output": {},
+        "snapshots": None,
     }
 
 

@@ -78,6 +78,19 @@ def test_another_wait_takes_the_place_of_the_first() -> None:
     assert store.take(other, barrier("/b", 2)) == ([other, waiting], "")
 
 
+def test_barriers_of_different_sizes_with_one_key() -> None:
+    """Each ends with its own number, whoever has gone in between and whatever else was written there."""
+    store = TorchStore()
+    gone, small, large, last = (client_of(store) for _ in range(4))
+    for client, world in ((gone, 2), (large, 4), (small, 3)):
+        said(store, client, add("/b", -1) + barrier("/b", world) if client is gone else barrier("/b", world))
+    store.drop(gone)
+    assert store.take(last, set_("/b", b"text")) == ([], "")
+    assert store.take(last, set_("/b", b"3")) == ([small], "")
+    assert store.take(last, barrier("/b", 4)) == ([last, large], "")
+    assert not store._barriers
+
+
 def test_a_comparison_with_a_missing_key_ends_no_wait() -> None:
     store = TorchStore()
     waiting, other = client_of(store), client_of(store)

@@ -18,9 +18,10 @@ from holdfast.adopt import hook
 from holdfast.cli import console
 from holdfast.cli import run as cli_run
 from holdfast.cli.arguments import command_line
-from holdfast.cli.arguments.options import WORKERS, Option, RunArguments
+from holdfast.cli.arguments.options import WORKERS, RunArguments
 from holdfast.cli.run import run
 from holdfast.log import Logger
+from holdfast.option import Option
 from holdfast.process.adoption import without_adoption
 
 if TYPE_CHECKING:

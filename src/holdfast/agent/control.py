@@ -163,13 +163,13 @@ class ControlSocket:
             self._reply(client, answer_to(line, self._commands))
             return False
         if not self._slow_places.acquire(blocking=False):
-            self._reply(client, _error(f"{_SLOW_AT_ONCE} others wait for such an answer already; try again"))
+            self._reply(client, error_answer(f"{_SLOW_AT_ONCE} others wait for such an answer already; try again"))
             return False
         try:
             threading.Thread(target=self._serve_slow, args=(client, line), name="holdfast-query", daemon=True).start()
         except RuntimeError as error:  # A process at its limit.
             self._slow_places.release()
-            self._reply(client, _error(str(error)))
+            self._reply(client, error_answer(str(error)))
             return False
         return True
 
@@ -203,7 +203,7 @@ def answer_to(line: bytes, commands: Mapping[str, Command]) -> bytes:
     try:
         act = commands[request["command"]]
     except Exception:  # Junk of any kind.
-        return _error(f"unknown command; known commands: {', '.join(sorted(commands))}")
+        return error_answer(f"unknown command; known commands: {', '.join(sorted(commands))}")
     return answer(act, request)
 
 
@@ -213,12 +213,12 @@ def answer(act: Command, request: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps({"result": act(request)}).encode()
     except HoldfastError as error:
-        return _error(str(error))
+        return error_answer(str(error))
     except Exception as error:
-        return _error(f"{type(error).__name__}: {error}")
+        return error_answer(f"{type(error).__name__}: {error}")
 
 
-def _error(text: str) -> bytes:
+def error_answer(text: str) -> bytes:
     import json
 
     return json.dumps({"error": text}).encode()

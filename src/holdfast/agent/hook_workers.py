@@ -19,7 +19,10 @@ from holdfast.errors import HostError
 from holdfast.loop import in_hook
 
 _NOT_HOOKED = (
-    "prepare", "begin_start", "examine", "poll_stop", "unkillable", "killed_ranks", "advance", "fileno", "unsent_fds"
+    "prepare", "begin_start", "examine", "poll_stop", "unkillable", "killed_ranks", "advance", "fileno", "unsent_fds",
+    "snapshots",
+    "snapshot_order",
+    "when_gone",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from holdfast.agent.model import (
     WorkerGroup,
     WorkerState,
 )
+from holdfast.agent.snapshots import NodeSnapshots
 from holdfast.agent.workers import Workers
 from holdfast.errors import HoldfastError, HostError
 from holdfast.failures.records import Evidence, Failure
@@ -40,7 +41,7 @@ from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers.group import GroupSpec, PContext, host_name, is_curable, new_group
-from holdfast.rendezvous.membership.model import Place
+from holdfast.rendezvous.membership.model import Place, SnapshotOrder
 from holdfast.rendezvous.membership.restart_policy import Advance
 from holdfast.telemetry.metrics import put_call, put_metric
 
@@ -76,6 +77,8 @@ class LocalWorkers(Workers):
         self._stuck_timeout_s = stuck_timeout_s
         self._stuck_since: dict[int, float] = {}
         self.copied = {"stdout": Copied(), "stderr": Copied()}
+        self.snapshots: NodeSnapshots = NodeSnapshots(spec.snapshot_memory, spec.snapshot_dir, spec.snapshot_bandwidth)
+        self._tell_gone: Callable[[], None] = lambda: None
         self.timer_server: FileTimerServer | None = None
         self._run: Coordination | None = None
         self._place = Place(0, 0, 0, 1)
@@ -155,6 +158,8 @@ class LocalWorkers(Workers):
         group = self._group
         args = {each.local_rank: tuple(macros.substitute(group.spec.args, each.local_rank)) for each in group.workers}
         self._stop_watching()
+        calls = self.progress.calls().values() if self.progress is not None else ()
+        reached = min((step for _, step in calls if step is not None), default=None)
         self._forget_progress()
         envs = worker_environments(
             group,
@@ -172,6 +177,7 @@ class LocalWorkers(Workers):
         template = self._spec.log_line_prefix_template
         prefixes = log_line_prefixes(template, group.spec.role, group.workers, host_name())
         link, lease = self._spawner(), self._lease()
+        self.snapshots.begin(link, self._place, group.workers, envs, reached)
         self._began_at = time.time()
         if self._spec.clean_shm:
             from holdfast.process.workers import shared_memory
@@ -405,6 +411,9 @@ class LocalWorkers(Workers):
             context.blame(pid, note=note, hang=words, stack=stack, is_waiting=not picture.is_cause_here)
         return self._failed_result(context.failures())
 
+    def snapshot_order(self, order: SnapshotOrder) -> None:
+        self.snapshots.transfers.obey(order)
+
     # Stopping.
 
     def begin_stop(self, at_once: bool) -> None:
@@ -485,16 +494,24 @@ class LocalWorkers(Workers):
 
     def shutdown(self, grace_s: float, number: signal.Signals | None = None, *, is_restart: bool = False) -> None:
         self._stop_watching()
+        until = time.monotonic() + grace_s
+        if not is_restart:
+            self.snapshots.begin_last_files()
         if self.context is not None:
             self.context.close(number, grace_s)
         if is_restart:
             return
         self._forget_progress()
+        self._tell_gone()
+        self.snapshots.await_last_files(until)
         if self._link is not None:
             self._let_go(self._link, is_well=self._group.state is WorkerState.SUCCEEDED and number is None)
             self._link = None
         if isinstance(self._spec.logs_specs, DefaultLogsSpecs):
             self._spec.logs_specs.remove_if_unused(keep_errors=self._group.state is WorkerState.FAILED)
+
+    def when_gone(self, tell: Callable[[], None]) -> None:
+        self._tell_gone = tell
 
     def _let_go(self, link: SpawnerLink, *, is_well: bool) -> None:
         """Of the spawner: it ends, or stays for the next run, if the user wants that and this one has ended well."""

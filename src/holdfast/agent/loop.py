@@ -26,12 +26,13 @@ from holdfast.agent.workers import Workers
 from holdfast.errors import HoldfastError, HostError
 from holdfast.failures import report
 from holdfast.failures.records import HANG, Failure
+from holdfast.frozen import changed
 from holdfast.hangs import stop_margin_s
 from holdfast.log import Logger
 from holdfast.loop import call_interruptibly, in_hook, wait_readable
 from holdfast.process.spawner.command import script_path
 from holdfast.rendezvous.api import RendezvousGracefulExitError, RendezvousInfo, is_kind
-from holdfast.rendezvous.coordination import AgentPush, Coordination, JoinFailed
+from holdfast.rendezvous.coordination import AgentPush, Coordination, ExportRequested, JoinFailed
 from holdfast.rendezvous.membership.model import (
     Agreed,
     CloseRequested,
@@ -72,6 +73,7 @@ class AgentLoop:
         self._outcome: Outcome | None = None
         self._result = RunResult(WorkerState.INIT)
         self._failed_round = self._hang_told_in = 0
+        self._has_left = False
 
     def run(self) -> RunResult:
         """Run to the end of the run. No worker is left after it, whatever happens."""
@@ -130,8 +132,14 @@ class AgentLoop:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
         logger.warning("got %s%s", number.name, sinks.stop_words(self._machine.phase, number, self._grace_s))
         self._run.leaving()
+        self._workers.when_gone(self._say_left)
         self._shut_down(number)
-        if not self._workers.unkillable():
+        self._say_left()
+
+    def _say_left(self) -> None:
+        """As soon as the workers are gone: the others wait for it."""
+        if not self._has_left and not self._workers.unkillable():
+            self._has_left = True
             self._run.left()
 
     def _shut_down(self, number: signal.Signals | None = None) -> None:
@@ -217,6 +225,10 @@ class AgentLoop:
             case CloseRequested(reason):
                 self._run.close_run(reason)
                 return []
+            case ExportRequested():
+                if self._workers.snapshots is not None:
+                    self._workers.snapshots.export(event.snapshot, event.directory, event.then)
+                return []
             case KeepFrom(round) | Agreed(round) | Complete(round):
                 if round == self._machine.round:
                     self._workers.snapshot_order(event)
@@ -280,6 +292,8 @@ class AgentLoop:
         result, round = self._result, self._machine.round
         has_failed = self._failed_round == round > 0 and bool(result.failures)
         self._run.advance = self._workers.advance()
+        if self._workers.snapshots is not None:
+            self._workers.snapshots.tell(self._run)
         self._run.join(causes.failure_of(result, round, with_evidence=True) if has_failed else None)
 
     def _enter(self, sealed: Sealed) -> None:
@@ -323,6 +337,8 @@ class AgentLoop:
     def _final_result(self, end: End) -> RunResult:
         group, settled, outcome = self._group, self._result, self._outcome
         if end is End.SUCCEEDED:
+            if self._workers.snapshots is not None:
+                self._workers.snapshots.is_over = True
             # A node that stood by at the end has not finished, whatever became of the workers that it had before.
             if group.state is not WorkerState.SUCCEEDED:
                 logger.info("the run has succeeded; this node was not needed")
@@ -342,6 +358,8 @@ class AgentLoop:
         result = RunResult(WorkerState.FAILED, failures=dict(settled.failures), stopped=settled.stopped)
         known = (outcome, group, group.spec.policy, self._machine.round, self._place)
         result.report = causes.report_of(result, *known) if end is End.FAILED else None
+        if result.report is not None and self._workers.snapshots is not None:
+            result.report = changed(result.report, steps_lost=self._workers.snapshots.steps_lost)
         if outcome is not None:
             causes.add_agreed_cause(result, outcome, group.group_world_size or 1)
         return result

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _REASON_LIMIT = 300
 _FAILED_KEPT = 16
 _STEPS_KEPT = 8
+_EXPORT_LIMIT_S = 590.0
 _QUERY_LIMIT_BYTES = 4096  # That of the wire (`protocol`).
 _REPORT_LIMIT_CHARS = 200_000
 _COORDINATOR_LIMIT_S = 3.0
@@ -102,8 +103,8 @@ class Publisher(Sink):
     @contextmanager
     def served(self, health_check_server: Any) -> Iterator[None]:
         """Within this block, a run of the agent, others can ask."""
-        commands = {**self._readable, "stop": self._request_stop, "query": self._query}
-        serve = control.served(self.status.run_id, commands, slow=("query", "stacks"))
+        commands = {**self._readable, "stop": self._request_stop, "export": self._export, "query": self._query}
+        serve = control.served(self.status.run_id, commands, slow=("query", "stacks", "export"))
         with self._traced() as self._tracing, self._health_served(health_check_server), serve as served:
             try:
                 yield
@@ -193,7 +194,30 @@ class Publisher(Sink):
 
     @property
     def _readable(self) -> dict[str, control.Command]:
-        return {"status": self._describe, **dict.fromkeys(("logs", "stacks", "config", "events"), self._inspect)}
+        inspected = dict.fromkeys(("logs", "stacks", "config", "events"), self._inspect)
+        return {"status": self._describe, "snapshots": self._list_snapshots, **inspected}
+
+    def _list_snapshots(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        found = self._workers.snapshots
+        return plain(found.told()) if found is not None else {}
+
+    def _export(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """For users of this host only: it names a directory. The loop orders it, and the spawner does it."""
+        from queue import Empty, SimpleQueue
+
+        from holdfast.rendezvous.coordination import ExportRequested
+
+        problems: SimpleQueue[list[str]] = SimpleQueue()
+        term, round, step, world_size, is_replicated = request["snapshot"]
+        snapshot = (int(term), int(round), int(step), int(world_size), bool(is_replicated))
+        self._run.request_export(ExportRequested(snapshot, str(request["directory"]), problems.put))
+        try:
+            found = problems.get(timeout=_EXPORT_LIMIT_S)
+        except Empty:
+            raise HostError(f"not written within {_EXPORT_LIMIT_S:g} s") from None
+        if found:
+            raise HostError(found[0])
+        return {"step": step}
 
     def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from holdfast.agent import inspection
@@ -246,7 +270,8 @@ class Publisher(Sink):
         readers = (progress.of, progress.rate_of) if progress is not None else ()
         told = self.status.told(time.monotonic(), self._run.joined, *readers)
         output = {name: Output(each.lines, each.size_bytes) for name, each in copied.items()}
-        shown: dict[str, Any] = plain(changed(told, output=output))
+        snapshots = self._workers.snapshots.status() if self._workers.snapshots is not None else None
+        shown: dict[str, Any] = plain(changed(told, output=output, snapshots=snapshots))
         return shown
 
     def _traced(self) -> AbstractContextManager[Tracing | None]:

@@ -274,7 +274,9 @@ def start_line(group: WorkerGroup, logs_dir: str = "") -> str:
 
 
 def finish_line(group: WorkerGroup, restarts: int) -> str:
-    who = f"all {len(group.workers)} workers" if len(group.workers) > 1 else "the worker"
+    """A node has finished only if all nodes have, so the line is about the workers of the run."""
+    count = group.workers[0].world_size if (group.group_world_size or 1) > 1 else len(group.workers)
+    who = f"all {count} workers" if count > 1 else "the worker"
     after = f" after {plural(restarts, 'restart')}" if restarts else ""
     return f"{who} finished{after}"
 

@@ -7,12 +7,13 @@ meanwhile. `LocalWorkers` are processes of this host. `HookWorkers` are those of
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holdfast.agent.model import RunResult, WorkerState
 
 if TYPE_CHECKING:
+    from holdfast.agent.snapshots import NodeSnapshots
     from holdfast.hangs.progress import GroupProgress
     from holdfast.process.output.lines import Copied
     from holdfast.process.workers.group import PContext
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
 class Workers:
     """The interface; as it stands, a group without workers. Of processes of this host more is known than of others:
     `context` is the last life of the group, `progress` what they have told of it, sampled last at `sampled_at`,
-    `copied` how much they have written. `serves_store`: the workers of rank 0 come with torch's store."""
+    `copied` how much they have written, `snapshots` what they have saved. `serves_store`: the workers of rank 0 come
+    with torch's store."""
 
     context: PContext | None = None
     progress: GroupProgress | None = None
     sampled_at = 0.0
     serves_store = False
     copied: Mapping[str, Copied] = {}
+    snapshots: NodeSnapshots | None = None
 
     def prepare(self, run: Coordination) -> None:
         """This node asks for a place in the next round: get ready what can be."""
@@ -67,6 +70,9 @@ class Workers:
 
     def shutdown(self, grace_s: float, number: signal.Signals | None = None) -> None:
         """Stop workers that are left, with that signal, and release everything. Blocks."""
+
+    def when_gone(self, tell: Callable[[], None]) -> None:
+        """`tell` may be called in `shutdown`, when the workers are gone and other work remains."""
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the workers and to all processes that they have started."""

@@ -7,8 +7,8 @@ import signal
 import socket
 
 from holdfast.cli import console
-from holdfast.cli.arguments.options import address, duration_s
 from holdfast.cli.arguments.parser import PlainParser, argument
+from holdfast.cli.arguments.values import address, duration_s
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.coordinator import launch, process

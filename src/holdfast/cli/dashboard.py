@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 
 from holdfast.cli import console, runs
-from holdfast.cli.arguments.options import duration_s, host_and_port
 from holdfast.cli.arguments.parser import PlainParser, argument
+from holdfast.cli.arguments.values import duration_s, host_and_port
 from holdfast.observe.ask import AskedRun
 from holdfast.observe.dashboard.serving import DEFAULT_ADDRESS, DEFAULT_LINGER_S, Service, serve
 

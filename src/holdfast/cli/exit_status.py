@@ -10,12 +10,15 @@ from holdfast.cli import console
 from holdfast.cli.arguments.options import PROGRAM
 from holdfast.errors import RUN_CLOSED, HoldfastError, HostError, InternalError, UserError, is_from_run
 from holdfast.failures import report
+from holdfast.failures.records import LOST_NODE
 from holdfast.log import Logger
 from holdfast.process import errors
-from holdfast.process.spawner.client import REPORT_FILE_VARIABLE
-from holdfast.rendezvous.api import RendezvousError, is_kind
+from holdfast.process.spawner.client import BRIEF_VARIABLE, REPORT_FILE_VARIABLE
+from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousError, is_kind
 
 log = Logger(__name__)
+
+HOST_ERROR_VARIABLE = "HOLDFAST_HOST_ERROR_CODE"  # The exit code in place of 1 if this host alone cannot go on.
 
 _REMEDIES = {
     errno.EMFILE: " (see ulimit -Hn)",
@@ -26,7 +29,7 @@ _REMEDIES = {
 def explain(error: BaseException, program: str = PROGRAM) -> int:
     """Print why the run ended, and return the exit code."""
     if (failed := getattr(error, "run_report", None)) is not None:
-        _write_report(report.run_text(failed) + "\n", os.environ.get(REPORT_FILE_VARIABLE))
+        _write_report(_report_text(failed), os.environ.get(REPORT_FILE_VARIABLE))
         return int(failed.exit_code)
     if (words := getattr(error, "last_words", None)) is not None:  # Of the hosts that `--hosts` names.
         console.write(words)
@@ -55,12 +58,26 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
             _write_report(f"{program}: error: {escape.cut(escape.one_line(_words_of(error)))}\n", path)
         else:
             console.write_error(program, _words_of(error))
-        return 2 if is_usage else 1
+        return 2 if is_usage else _code_of_host_error(error)
     import traceback
 
     console.write("".join(traceback.format_exception(error)))
     console.write(f"{escape.PREFIX} internal error; please report it with the lines above\n")
-    return 1
+    return _code_of_host_error(error)
+
+
+def _code_of_host_error(error: BaseException) -> int:
+    """An engine may have to tell the end of the run from that of one node, without which the others can go on."""
+    is_of_run = is_kind(error, RendezvousError) and not is_kind(error, RendezvousConnectionError)
+    code = os.environ.get(HOST_ERROR_VARIABLE, "")
+    return int(code) if code.isdecimal() and int(code) < 256 and not is_of_run else 1
+
+
+def _report_text(failed: report.RunReport) -> str:
+    """Of several agents that share a console, that of rank 0 writes the report; it may be the node that was lost."""
+    if os.environ.get(BRIEF_VARIABLE) and failed.first.kind != LOST_NODE:
+        return f"{escape.PREFIX} the run has failed, node 0 writes the report; cause: {escape.one_line(failed.cause)}\n"
+    return report.run_text(failed) + "\n"
 
 
 def _write_report(text: str, path: str | None) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
-from holdfast.cli.arguments.options import HOSTS, OPTIONS, Option, RunArguments
+from holdfast.cli.arguments.options import HOSTS, OPTIONS, RunArguments
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.exit_status import explain
 from holdfast.cli.job import job_of
 from holdfast.errors import UserError
 from holdfast.frozen import changed, frozen
 from holdfast.hosts.job import JobSpec
+from holdfast.option import Option
 from holdfast.rehearsal import plan, trial
 from holdfast.rehearsal.plan import Fault, Seen, Trial
 from holdfast.telemetry.status import plain
@@ -43,7 +44,7 @@ examples:
 
 _OWN = (
     Option("--expect-file FILE", "", "a file that must have the same content as after the undisturbed run; its path is "
-           "relative to the working directory of the job; may be repeated", in_environment=False, is_list=True),
+           "relative to the working directory of the job; may be repeated", in_environment=False, joined_by=","),
     Option("--expect-output REGEX", "", "the last line of output that matches must be the same", in_environment=False),
     Option("--seed NUMBER", "", "draws the moments of the faults and their victims", parse=int, default="0",
            in_environment=False),

@@ -28,7 +28,7 @@ from holdfast.cli.arguments.program import (
 from holdfast.errors import UserError
 from holdfast.log import Logger
 from holdfast.process import devices, errors
-from holdfast.process.spawner.client import REPORT_FILE_VARIABLE
+from holdfast.process.spawner.client import REPORT_FILE_VARIABLE, SUCCESS_FILE_VARIABLE
 
 if TYPE_CHECKING:
     import argparse
@@ -52,8 +52,8 @@ LOGS_SPECS_GROUPS = ("holdfast.logs_specs", "torchrun.logs_specs")
 
 # Variables of engines: `hosts.engine_detection`, which knows their meaning, is imported only if one of them is set.
 ENGINE_VARIABLES = (
-    "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK", "LSF_PM_TASKID",
-    "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "JOB_COMPLETION_INDEX",
+    "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK", "LSF_PM_TASKID",
+    "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "HOLDFAST_SERVICE",
 )  # fmt: skip
 
 T = TypeVar("T")
@@ -123,6 +123,8 @@ def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
 
 def check_values(args: RunArguments) -> None:
     """What can be checked only on this host."""
+    if args.snapshot_every and not args.snapshot_dir:
+        raise UserError("--snapshot-every needs a directory for the files: --snapshot-dir DIR")
     if args.event_log_handler != "null":
         from holdfast.telemetry import events
 
@@ -373,6 +375,9 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         prefix=args.prefix,
         events_file=args.events_file or "",
         clean_shm=args.clean_shm,
+        snapshot_memory=args.snapshot_memory,
+        snapshot_dir=args.snapshot_dir,
+        snapshot_bandwidth=args.snapshot_bandwidth,
     )
 
 
@@ -484,7 +489,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run a command line from Python. Returns when the run has succeeded, and raises what went wrong."""
     parsed = command_line.read(sys.argv[1:] if args is None else args)
     console.set_up(quiet=parsed.quiet, verbose=parsed.verbose)
-    if parsed.hosts is None and parsed.hostfile is None:
+    if parsed.hosts is None and parsed.hostfile is None and parsed.host_discovery is None:
         run(parsed)
         return
     from holdfast.cli import run_by_ssh
@@ -500,6 +505,11 @@ def command(args: Sequence[str] | None = None, run_it: Callable[[Sequence[str] |
         from holdfast.cli import exit_status
 
         return exit_status.explain(error)
+    if path := os.environ.get(SUCCESS_FILE_VARIABLE):
+        try:
+            open(path, "w").close()
+        except OSError:
+            pass  # This node cannot reach the directory. Another one may.
     return 0
 
 

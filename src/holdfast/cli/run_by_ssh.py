@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from holdfast import loop
@@ -16,7 +18,6 @@ from holdfast.cli.job import job_of
 from holdfast.errors import UserError
 from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
-from holdfast.hosts.own_lines import counted
 from holdfast.hosts.ssh import copying, host_list
 from holdfast.hosts.ssh import transport as ssh
 from holdfast.log import Logger
@@ -24,11 +25,14 @@ from holdfast.process.spawner import client
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.membership import keys
 from holdfast.signals import SIGNALS_VARIABLE
-from holdfast.telemetry.redaction import is_secret_name
+from holdfast.text import last_line, plural
 
 log = Logger(__name__)
 
 _HOSTFILE_BYTES = 1 << 20
+_DISCOVERY_S = 30.0
+_DETACHED_VARIABLE = "HOLDFAST_DETACHED"  # A descriptor, to tell that the agents have been started, and the output.
+_READY = b"1"
 _LONGEST_TIMEOUT_S = 86400.0  # The waits of ssh and of the system have limits, too.
 # Options that each agent gets as this command settles them.
 _SETTLED = {"rdzv_backend", "rdzv_endpoint"}
@@ -47,9 +51,9 @@ def run(args: Any) -> None:
         args.nnodes = str(len(hosts))
     own = {option.dest for option in OPTIONS if option.group == HOSTS}
     python = args.remote_python or sys.executable
-    job = job_of(args, own | _SETTLED, python, environment=_environment(args))
+    job = job_of(args, own | _SETTLED, python)
     if job.min_nodes > len(hosts):
-        listed = counted(len(hosts), "host")
+        listed = plural(len(hosts), "host")
         raise UserError(f"--nnodes {args.nnodes} needs {job.min_nodes} hosts, and the list has {listed}")
     backend = _backend(args.given, is_alone=job.max_nodes == len(hosts) == 1)
     place = _place(args, backend, job.max_nodes)
@@ -60,13 +64,18 @@ def run(args: Any) -> None:
     if archive is not None and archive.script:
         script = f"./{archive.script}" if args.no_python else archive.script
         job = changed(job, program=(script, *args.training_script_args))
+    if args.detach:
+        _detach(args, job)
+        return
     os.environ[SIGNALS_VARIABLE] = args.signals_to_handle
+    ready_fd, _, output = os.environ.pop(_DETACHED_VARIABLE, "").partition(":")
 
     ssh.run(
         ssh.HostsJob(
             job=job,
             hosts=hosts,
-            options=tuple(_options_of(args, job, backend, number, host) for number, host in enumerate(hosts)),
+            options=_options_of(args, job, backend),
+            gives_ranks=backend in local.DEFAULT_PORTS,
             place_options=(f"--rdzv-conf={','.join(filter(None, [_OWN_CONFIG, args.rdzv_conf]))}",),
             needs_place=backend in _AT_COORDINATOR and not place,
             place=place,
@@ -74,16 +83,54 @@ def run(args: Any) -> None:
             ssh=ssh_command,
             host_timeout_s=args.host_timeout,
             archive=archive,
+            rejoins=args.rejoin_hosts,
+            when_started=partial(os.write, int(ready_fd), _READY) if ready_fd else None,
+            output=output,
+            discover=partial(_discovered, args.host_discovery) if args.host_discovery is not None else None,
         )
     )
+
+
+def _detach(args: Any, job: JobSpec) -> None:
+    """The same command in a session of its own. Returns when it has started the agents, and ends with it otherwise."""
+    path = os.path.join(job.directory, f"holdfast-{job.run_id}.out")
+    words = [word for name, word in args.given.items() if name not in ("detach", "rdzv_id")]
+    own = [f"--rdzv-id={job.run_id}", "--", args.training_script, *args.training_script_args]
+    reader, writer = os.pipe()
+    environ = {**os.environ, _DETACHED_VARIABLE: f"{writer}:{path}"}
+    with open(path, "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "holdfast", "run", *words, *own], stdin=subprocess.DEVNULL, stdout=output,
+            stderr=output, start_new_session=True, pass_fds=[writer], env=environ,
+        )  # fmt: skip
+    os.close(writer)
+    try:
+        is_started = loop.call_interruptibly(os.read, reader, 1) == _READY
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        os.close(reader)
+    if not is_started:
+        code = process.wait()
+        with open(path, encoding="utf-8", errors="replace") as file:
+            raise ssh.HostsFailed(code or 1, file.read())
+    log.info("run %s goes on in the background; its output goes to %s", job.run_id, path)
+    log.info("`holdfast attach %s` shows it, and `holdfast stop %s` ends it", job.run_id, job.run_id)
 
 
 # What the user has given.
 
 
 def _hosts(args: Any) -> tuple[host_list.Host, ...]:
-    if args.hosts is not None and args.hostfile is not None:
-        raise UserError("--hosts and --hostfile exclude each other")
+    given = [flag for flag, value in (("--hosts", args.hosts), ("--hostfile", args.hostfile),
+                                      ("--host-discovery", args.host_discovery)) if value is not None]  # fmt: skip
+    if len(given) > 1:
+        raise UserError(f"{given[0]} and {given[1]} exclude each other")
+    if args.host_discovery is not None:
+        if "nnodes" not in args.given:
+            raise UserError("--host-discovery needs --nnodes MIN:MAX: the number of hosts may change")
+        return _discovered(args.host_discovery)
     if args.hosts is not None:
         return host_list.parse_hosts(args.hosts)
     try:
@@ -96,6 +143,20 @@ def _hosts(args: Any) -> tuple[host_list.Host, ...]:
         raise UserError(f"--hostfile {args.hostfile!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"--hostfile {args.hostfile!r} is not a text file") from None
+
+
+def _discovered(script: str) -> tuple[host_list.Host, ...]:
+    """The hosts that the script prints."""
+    where = f"--host-discovery {script!r}"
+    try:
+        done = subprocess.run(shlex.split(script), capture_output=True, text=True, timeout=_DISCOVERY_S)
+    except OSError as error:
+        raise UserError(f"{where} cannot be started: {error.strerror}") from None
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        raise UserError(f"{where}: {error}") from None
+    if done.returncode:
+        raise UserError(f"{where} ended with exit code {done.returncode}: {last_line(done.stderr)}")
+    return host_list.parse_lines(where, done.stdout)
 
 
 def _check(args: Any) -> None:
@@ -119,23 +180,6 @@ def _ssh(args: Any) -> tuple[str, ...]:
         remedy = "install an ssh client, or name one with --ssh" if words == ["ssh"] else "see --ssh"
         raise UserError(f"there is no {words[0]!r} on PATH: {remedy}")
     return tuple(words)
-
-
-def _environment(args: Any) -> tuple[tuple[str, str], ...]:
-    variables = {}
-    for word in args.env or ():
-        name, equals, value = word.partition("=")
-        if not name.replace("_", "a").isalnum() or name[0].isdecimal():
-            raise UserError(f"--env {word!r}: {name!r} is not the name of a variable")
-        if not equals and name not in os.environ:
-            raise UserError(f"--env {name}: the variable is not set here; give it a value, as in --env {name}=VALUE")
-        variables[name] = value if equals else os.environ[name]
-        if equals and is_secret_name(name) and "--env" not in {each.flags[-1] for each in args.from_environment}:
-            remedy = f"export {name}, and give --env {name}"
-            log.warning(
-                "--env %s=...: other users of this host can read the value in this command line; %s", name, remedy
-            )
-    return tuple(variables.items())
 
 
 # What follows from it.
@@ -164,15 +208,10 @@ def _place(args: Any, backend: str, max_nodes: int) -> str:
     return endpoints.parse_rendezvous_endpoint(args.rdzv_endpoint.partition(",")[0].rpartition("://")[2], 0)[0]
 
 
-def _options_of(args: Any, job: JobSpec, backend: str, number: int, host: host_list.Host) -> tuple[str, ...]:
-    """Those of one host. A host beyond the largest number of nodes stands by, without a rank."""
+def _options_of(args: Any, job: JobSpec, backend: str) -> tuple[str, ...]:
     words = [f"--rdzv-backend={backend}"] if backend else []
     if args.rdzv_endpoint:
         words.append(f"--rdzv-endpoint={args.rdzv_endpoint}")
-    if backend in local.DEFAULT_PORTS and number < job.max_nodes:
-        words.append(f"--node-rank={number}")
-    if host.slots is not None:
-        words.append(f"--nproc-per-node={host.slots}")
     return (*words, *job.prefix_options)
 
 
@@ -183,5 +222,5 @@ def _archive(args: Any, directory: str, host_count: int) -> copying.Archive | No
         raise UserError("--copy script: a module is not a file; use --copy directory")
     script = "" if args.module else args.training_script
     archive = loop.call_interruptibly(copying.pack, args.copy, script, directory)
-    log.info("copying %s to %s", archive.contents, counted(host_count, "host"))
+    log.info("copying %s to %s", archive.contents, plural(host_count, "host"))
     return archive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from holdfast import escape
@@ -18,6 +19,8 @@ PROGRAM = "holdfast status"
 PROGRAM_PS = "holdfast ps"
 
 _MOST_WORKERS = 256
+_SMALL_RUN_NODES = 16
+_MOST_ODD = 20
 
 _EPILOG = """\
 It shows the nodes and workers of the run, what it does or waits for, and who was refused. The coordinator answers for
@@ -46,6 +49,7 @@ example:
 def get_parser() -> PlainParser:
     parser = runs.parser_for(PROGRAM, "Show how a run stands: nodes, workers, and what it waits for.", _EPILOG)
     parser.add_argument("--watch", action="store_true", help="the live view of `holdfast top`")
+    parser.add_argument("--all", action="store_true", help="all nodes and workers, also of a large run")
     return parser
 
 
@@ -70,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
             list_runs([flag for flag in ("--all-users", "--json") if getattr(args, flag[2:].replace("-", "_"))])
             raise
         view = run_view.look(run)
-        return json.dumps(view.to_json(words.sentence(view)), indent=2) + "\n" if args.json else text_of(view)
+        if args.json:
+            return json.dumps(view.to_json(words.sentence(view)), indent=2) + "\n"
+        return text_of(view, is_all=args.all)
 
     return console.show(PROGRAM, show)
 
@@ -98,22 +104,50 @@ _WORKER_HEADING = ("RANK", "NODE", "PID", "STATE", "AGE", "PROGRESS")
 _PS_HEADING = ("RUN", "AGENT", "NODE", "PHASE", "ROUND", "WORKERS", "RESTARTS", "AGE")
 
 
-def text_of(view: RunView) -> str:
-    return "\n".join(lines_of(view)) + "\n"
+def text_of(view: RunView, *, is_all: bool = True) -> str:
+    return "\n".join(lines_of(view, is_all=is_all)) + "\n"
 
 
-def lines_of(view: RunView) -> Iterator[str]:
+def lines_of(view: RunView, *, is_all: bool = True) -> Iterator[str]:
     """What `holdfast top` shows, too."""
     yield words.heading(view)
     yield escape.one_line(words.sentence(view))
     if past := words.history_line(view.history):
         yield past
+    if saved := words.snapshot_line(told.status for told in view.agents.values()):
+        yield saved
     yield from stragglers.words(view.stragglers())
     if view.problem:
         yield escape.one_line(f"Only this host's agents are shown: {view.problem}.")
     if view.not_asked:
         yield f"{view.not_asked} nodes were not asked for their workers."
     yield ""
+    # Of a large run the odd nodes and workers, unless all are asked for.
+    yield from (_details_of if is_all or len(view.nodes) <= _SMALL_RUN_NODES else _odd_ones_of)(view)
+
+
+def _odd_ones_of(view: RunView) -> Iterator[str]:
+    """How many nodes and workers are in which state, and those that are not in the most common one."""
+    workers = [row for _, row in sorted(_worker_rows(view))]
+    tables = (("nodes", _NODE_HEADING, [*_node_rows(view)]), ("workers", _WORKER_HEADING, workers))
+    for what, heading, rows in tables:
+        states = Counter(row[3] for row in rows)
+        if not states:
+            continue
+        counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+        yield f"{len(rows)} {what}: {counts}"
+        usual = states.most_common(1)[0][0]
+        is_silent = [what == "nodes" and row[4] == "-" for row in rows]
+        odd = [row for row, silent in zip(rows, is_silent, strict=True) if row[3] != usual or silent]
+        if odd:
+            yield from words.table([heading, *odd[:_MOST_ODD]])
+        if len(odd) > _MOST_ODD:
+            yield f"... and {len(odd) - _MOST_ODD} more"
+    yield from _refusals_of(view)
+    yield "--all shows every node and worker."
+
+
+def _details_of(view: RunView) -> Iterator[str]:
     yield from words.table([_NODE_HEADING, *_node_rows(view)])
     workers = sorted(_worker_rows(view))
     if workers:
@@ -122,6 +156,10 @@ def lines_of(view: RunView) -> Iterator[str]:
         if len(workers) > _MOST_WORKERS:
             yield f"... and {len(workers) - _MOST_WORKERS} more workers; --json shows all"
     yield from _failed_before(view)
+    yield from _refusals_of(view)
+
+
+def _refusals_of(view: RunView) -> Iterator[str]:
     if view.status is not None:
         yield from (escape.cut(escape.one_line(each.text)) for each in view.status.held)
         for each in view.status.refused:

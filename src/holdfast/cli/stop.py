@@ -14,8 +14,8 @@ from typing import Any
 
 from holdfast import escape
 from holdfast.cli import console, runs
-from holdfast.cli.arguments.options import duration_s
 from holdfast.cli.arguments.parser import PlainParser, argument
+from holdfast.cli.arguments.values import duration_s
 from holdfast.errors import HostError, UserError
 from holdfast.observe.ask import AskedRun, LocalRun
 from holdfast.text import plural

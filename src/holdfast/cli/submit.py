@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
-from holdfast.cli.arguments.options import HOSTS, OPTIONS, Option
+from holdfast.cli.arguments.options import HOSTS, OPTIONS, RunArguments
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.exit_status import explain
 from holdfast.cli.job import job_of
 from holdfast.errors import UserError
+from holdfast.frozen import changed
 from holdfast.hosts import engines
-from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.engines import Engine, O
 from holdfast.hosts.job import JobSpec
 from holdfast.log import Logger
+from holdfast.option import Option, Options, flag, optional
 
 _USAGE = "holdfast {} ENGINE [options of the engine] [options of holdfast run] script [arguments]"
 _DESCRIPTIONS = {
@@ -36,25 +38,25 @@ examples:
   holdfast render slurm --nnodes 2 --nproc-per-node 8 train.py
 """
 log = Logger(__name__)
+C = TypeVar("C", bound=Options)
 
 
-def _own_option(row: EngineOption) -> Option:
-    """As a row of the table. `PET_*` variables are those of `holdfast run` alone, and nothing is shortened."""
-    return Option(row.invocation, "", row.help, row.parse, row.default, row.choices, in_environment=False, in_full=True)
-
-
-_ON = EngineOption("--on ENGINE", "the engine, if it does not come first")
-_DETACH = EngineOption("--detach", "do not wait for the job: print its id and return when the engine has accepted it")
+class _SubmitOptions(Options):
+    # fmt: off
+    on = optional("--on ENGINE", engines.OWN, str, help="the engine, if it does not come first")
+    detach = flag("--detach", engines.OWN, help=
+        "do not wait for the job: print its id and return when the engine has accepted it")
+    # fmt: on
 
 
 def submit(argv: Sequence[str]) -> int:
     def start() -> int:
         name, tokens = _engine_named("submit", argv)
         engine = engines.find(name, "submit")
-        job, settings = read(engine, tokens, (_ON, _DETACH))
-        if settings.pop("on") is None and tokens is argv:  # It is an argument of the script.
+        job, settings, own = read(engine, tokens, _SubmitOptions)
+        if own.on is None and tokens is argv:  # It is an argument of the script.
             raise _no_engine("submit")
-        return engine.submit(job, settings)
+        return engine.submit(job, settings, detach=own.detach)
 
     return _reported("submit", start)
 
@@ -63,11 +65,11 @@ def render(argv: Sequence[str]) -> int:
     def show() -> int:
         name, tokens = _engine_named("render", argv)
         engine = engines.find(name, "render")
-        job, settings = read(engine, tokens)
+        job, settings, _ = read(engine, tokens, Options)
         console.print_out(engine.render(job, settings))
         sys.stdout.flush()
-        if advice := engine.advice(settings):
-            log.info("%s", advice)
+        for line in engine.advice(job, settings):
+            log.info("%s", line)
         return 0
 
     return _reported("render", show)
@@ -116,25 +118,25 @@ def get_render_parser() -> PlainParser:
 def get_parser(command: str) -> PlainParser:
     """For `--help` and docs/cli.md: it reads no command line."""
     parser = PlainParser(f"holdfast {command}", _DESCRIPTIONS[command], _EPILOG, _USAGE.format(command))
-    rows: dict[str, tuple[EngineOption, list[str]]] = {}
-    own = [("", (_ON, _DETACH))] if command == "submit" else []
-    engine_rows = [(f"{kind.name}: ", kind.options) for kind in engines.kinds() if kind.can(command)]
+    rows: dict[str, tuple[Option, list[str]]] = {}
+    own = [("", _SubmitOptions.table())] if command == "submit" else []
+    engine_rows = [(f"{kind.name}: ", kind.options.table()) for kind in engines.kinds() if kind.can(command)]
     for whose, options in (*own, *engine_rows):
-        for row in options:  # Several engines may have an option of the same name.
-            default = _own_option(row).default_text
-            note = f" (default: {default})" if default else ""
-            rows.setdefault(_own_option(row).name, (row, []))[1].append(f"{whose}{row.help}{note}")
-    for row, texts in rows.values():
-        option = _own_option(row)
-        kwargs: dict[str, Any] = {} if option.is_flag else {"metavar": row.invocation.split()[-1]}
+        for option in options:  # Several engines may have an option of the same name.
+            note = f" (default: {option.default_text})" if option.default_text else ""
+            rows.setdefault(option.name, (option, []))[1].append(f"{whose}{option.help}{note}")
+    for option, texts in rows.values():
+        kwargs: dict[str, Any] = {} if option.is_flag else {"metavar": option.invocation.split()[-1]}
         action = "store_true" if option.is_flag else "store"
         parser.add_argument(*option.flags, action=action, help="; ".join(texts).replace("%", "%%"), **kwargs)
     return parser
 
 
-def read(engine: Engine, tokens: Sequence[str], common: Sequence[EngineOption] = ()) -> tuple[JobSpec, dict[str, Any]]:
-    """The job, and the values of the engine's options."""
-    rows = [_own_option(row) for row in (*common, *engine.options)]
+def read(engine: Engine[O], tokens: Sequence[str], common: type[C]) -> tuple[JobSpec, O, C]:
+    """The job, and the values of the engine's options and of those of the command."""
+    own = {row.dest for kind in (common, engine.options) for row in kind.table()}
+    # Nothing is shortened.
+    rows = [changed(row, in_full=True) for kind in (common, engine.options) for row in kind.table()]
     args = command_line.parse(tokens, rows)
     console.set_up(quiet=args.quiet, verbose=args.verbose)
     for name in engine.decides:
@@ -142,11 +144,15 @@ def read(engine: Engine, tokens: Sequence[str], common: Sequence[EngineOption] =
             flag = args.given[name].partition("=")[0]
             raise UserError(f"{flag}: {engine.name} decides that itself; leave the option out")
     for option in OPTIONS:
-        if option.group == HOSTS and option.dest in args.given:
+        if option.group == HOSTS and option.dest in args.given and option.dest not in own | {"env"}:
             reason = (
                 f"is for hosts that `holdfast run --hosts` reaches by ssh, and {engine.name} starts the agents itself"
             )
             named = option.variable if option in args.from_environment else option.flags[-1]
             raise UserError(f"{named} {reason}; leave it out")
-    job = job_of(args, {row.dest for row in rows}, sys.executable)
-    return job, {row.dest: getattr(args, row.dest) for row in rows}
+    job = job_of(args, own | {"env"}, sys.executable)
+    return job, _values(engine.options, args), _values(common, args)
+
+
+def _values(kind: type[C], args: RunArguments) -> C:
+    return kind(**{row.dest: getattr(args, row.dest) for row in kind.table()})

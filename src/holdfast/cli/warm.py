@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from holdfast import text
 from holdfast.cli import console
-from holdfast.cli.arguments.options import duration_s, module_names
 from holdfast.cli.arguments.parser import PlainParser, argument
+from holdfast.cli.arguments.values import duration_s, module_names
 from holdfast.errors import HostError, UserError
 from holdfast.process.output.logs import DefaultLogsSpecs
 from holdfast.process.spawner import client, command, kept

@@ -292,7 +292,8 @@ class RunReport:
     """`first` is the cause, `node` the rank of its node, None if that is not known, and `time` its time in words.
     `cascade` are the failures after the first, in their order. `stopped` are the ranks that did not fail by how they
     ended; a run of several nodes does not know that of all ranks, and has one entry with an empty text. `not_again` is
-    why the run was not tried again."""
+    why the run was not tried again. `steps_lost` is how many steps were computed again after restarts, if a snapshot
+    was loaded after them."""
 
     name: str
     run_id: str
@@ -308,6 +309,7 @@ class RunReport:
     not_again: str = ""
     earlier: tuple[EarlierRound, ...] = ()
     exit_code: int = 1
+    steps_lost: int | None = None
 
 
 def run_text(report: RunReport) -> str:
@@ -410,6 +412,7 @@ def run_dict(report: RunReport) -> dict[str, Any]:
             "used": report.restarts_used,
             "allowed": report.restarts_allowed,
             "not_again": report.not_again,
+            "steps_lost": report.steps_lost,
             "earlier_rounds": [fields_of(each) for each in report.earlier],
         },
         "logs": evidence.logs or None,

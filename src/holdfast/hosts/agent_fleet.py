@@ -19,6 +19,8 @@ There are two kinds of fleets:
 
     fixed       the hosts are the user's list (ssh). All are prepared first and start together, because they have to
                 agree on where they meet. Those beyond the maximum stand by. Fewer than the minimum end the job.
+                If the fleet `rejoins`, hosts that were lost are tried again, and the list may change later. Then the
+                run decides whether there are enough, as in a changing fleet.
     changing    the engine adds and loses hosts at any time (Ray). Each host that suits starts as soon as it is ready,
                 up to the maximum. Whether these are enough is for the run to decide: its agents wait for others, for
                 `--join-timeout`. The fleet counts that time only while no agent runs.
@@ -36,7 +38,9 @@ Events, and what follows:
     HostsSeen             hosts that are new may get an agent; agents of hosts that are missing are lost
     Ready                 see the two kinds of fleets
     Agreed                a fixed fleet starts
-    Lost                  the host may be tried again, a few times, if the transport says so; else it is GONE. The run
+    Lost                  the host may be tried again, a few times, if the transport says so or the fleet rejoins, later
+                          each time; else it is GONE. A host that has lost its agent `MOST_LOSSES` times is not used
+                          again, and at the end the hosts that lost theirs more than once are named. The run
                           goes on if it can, with a host that stands by. If too few are left, the others have a moment
                           to end by themselves, and get SIGTERM then.
     Ended, the run's end  an agent speaks for the run: it has a report, or the run was closed. The others have some
@@ -59,11 +63,14 @@ from typing import assert_never
 
 from holdfast.errors import RUN_CLOSED
 from holdfast.frozen import dataclass, frozen
-from holdfast.hosts.own_lines import counted, is_own, labelled, names_text, without_prefix
+from holdfast.hosts.own_lines import is_own, labelled, names_text, without_prefix
+from holdfast.text import plural
 
 MOST_AT_ONCE = 32  # Hosts that are prepared at the same time.
 _MOST_TRIES = 4
 _TRY_AGAIN_S = 1.0  # Times the number of tries.
+MOST_LOSSES = 4
+_REJOIN_S, _LONGEST_REJOIN_S = 5.0, 300.0  # Twice as long after each loss, and each try that failed.
 _GATHER_S = 2.0  # After the first failure that ends the job: other hosts may fail, too.
 _FIRST_WORD_S = 3.0
 _NEXT_WORD_S = 10.0
@@ -200,6 +207,7 @@ class FleetSettings:
     is_fixed: bool
     prepare_timeout_s: float = _NEVER
     join_timeout_s: float = _NEVER
+    rejoins: bool = False
 
 
 @frozen
@@ -211,19 +219,8 @@ class Outcome:
     error: str = ""
 
 
-class State(StrEnum):
-    WAITING = "WAITING"
-    PREPARING = "PREPARING"
-    READY = "READY"
-    RUNNING = "RUNNING"
-    GONE = "GONE"
-
-
-class Phase(StrEnum):
-    GATHERING = "GATHERING"
-    RUNNING = "RUNNING"
-    ENDING = "ENDING"
-    OVER = "OVER"
+State = StrEnum("State", ["WAITING", "PREPARING", "READY", "RUNNING", "GONE"])
+Phase = StrEnum("Phase", ["GATHERING", "RUNNING", "ENDING", "OVER"])
 
 
 _WITH_AGENT = (State.PREPARING, State.READY, State.RUNNING)
@@ -233,7 +230,8 @@ _WITH_AGENT = (State.PREPARING, State.READY, State.RUNNING)
 class _Host:
     host: Host
     state: State = State.WAITING
-    tries: int = 0
+    tries: int = 0  # Since it was RUNNING last.
+    losses: int = 0  # Of an agent that was RUNNING.
     prepare_at: float = 0.0  # Not before.
     since: float = 0.0  # When it was prepared last.
     is_cut: bool = False
@@ -277,6 +275,8 @@ class AgentFleet:
         if (self.phase is Phase.ENDING or self._has_succeeded) and not self._in(*_WITH_AGENT):
             self.phase = Phase.OVER
             self.outcome = self.outcome or self._judged()
+            if again := [f"{each.name} ({each.losses} losses)" for each in self._hosts.values() if each.losses > 1]:
+                commands.append(Say(f"exclude: {', '.join(again)}", is_warning=True))
         return commands
 
     def next_deadline(self) -> float | None:
@@ -324,10 +324,12 @@ class AgentFleet:
         if self.phase is Phase.GATHERING:
             yield from self._gather(now)
         if self._accepts:
+            late = [each for each in self._in(State.PREPARING) if now >= each.since + self._settings.prepare_timeout_s]
+            yield from self._cut(late)
             yield from self._prepare(now)
         if self.phase is Phase.RUNNING and not self._has_succeeded:
             for host in self._in(State.READY)[: self._settings.max_hosts - len(self._in(State.RUNNING))]:
-                host.state, host.has_run = State.RUNNING, True
+                host.state, host.has_run, host.tries = State.RUNNING, True, 0
                 yield Start(host.host.host_id)
         if self._accepts:
             yield from self._speak(now)
@@ -349,7 +351,11 @@ class AgentFleet:
             self._hosts[host.host_id].host = host
         for vanished in [each for each in known.values() if each.state in _WITH_AGENT]:
             yield from self._cut([vanished])
-            yield from self._lose(Lost(vanished.host.host_id, "the engine has lost the host"), vanished, now)
+            yield from self._lose(Lost(vanished.host.host_id, self._missing), vanished, now)
+
+    @property
+    def _missing(self) -> str:
+        return "it is not in the list of hosts any more" if self._settings.is_fixed else "the engine has lost the host"
 
     @property
     def _accepts(self) -> bool:
@@ -359,12 +365,15 @@ class AgentFleet:
     @property
     def _room(self) -> int:
         """How many more hosts may be prepared now."""
-        if self._settings.is_fixed:
-            return MOST_AT_ONCE - len(self._in(State.PREPARING)) if self.phase is Phase.GATHERING else 0
+        if self.phase is Phase.GATHERING:
+            return MOST_AT_ONCE - len(self._in(State.PREPARING))
+        if self._settings.is_fixed and not self._settings.rejoins:
+            return 0
         return self._settings.max_hosts - len(self._in(*_WITH_AGENT))
 
     def _suitable(self) -> list[_Host]:
-        return [each for each in self._in(State.WAITING) if not each.host.lacks]
+        """Those that have lost the fewest agents come first."""
+        return sorted((each for each in self._in(State.WAITING) if not each.host.lacks), key=lambda each: each.losses)
 
     def _prepare(self, now: float) -> Iterator[Command]:
         for host in [each for each in self._suitable() if now >= each.prepare_at][: self._room]:
@@ -372,8 +381,6 @@ class AgentFleet:
             yield Prepare(host.host)
 
     def _gather(self, now: float) -> Iterator[Command]:
-        late = [each for each in self._in(State.PREPARING) if now >= each.since + self._settings.prepare_timeout_s]
-        yield from self._cut(late)
         if self._fail_at is not None:
             if now >= self._fail_at or not self._in(State.PREPARING):
                 yield from self._begin_ending()
@@ -384,7 +391,7 @@ class AgentFleet:
     def _begin(self, meets_at: str) -> Iterator[Command]:
         self.phase, self._meets_at = Phase.RUNNING, meets_at
         ready = self._in(State.READY)
-        yield Say(f"{counted(len(ready), 'host')} connected: {names_text([each.name for each in ready])}")
+        yield Say(f"{plural(len(ready), 'host')} connected: {names_text([each.name for each in ready])}")
         if spare := ready[self._settings.max_hosts :]:
             yield Say(f"standing by: {names_text([each.name for each in spare])}")
 
@@ -418,8 +425,12 @@ class AgentFleet:
 
     def _lose(self, event: Ended | Lost, host: _Host, now: float) -> Iterator[Command]:
         was, host.state = host.state, State.GONE
-        if isinstance(event, Lost) and event.may_retry and self._may_try_again(host):
-            host.state, host.prepare_at = State.WAITING, now + host.tries * _TRY_AGAIN_S
+        host.losses += was is State.RUNNING and isinstance(event, Lost) and self.phase is Phase.RUNNING
+        if isinstance(event, Lost) and self._may_try_again(event, host):
+            delay_s = (host.tries + host.losses) * _TRY_AGAIN_S
+            if self._may_rejoin:
+                delay_s = min(_LONGEST_REJOIN_S, _REJOIN_S * 2 ** (max(1, host.losses) - 1 + host.tries))
+            host.state, host.prepare_at = State.WAITING, now + delay_s
             if was is State.RUNNING:
                 yield Say(f"{self._story(event, host)}; it is started again", is_warning=True)
             return
@@ -432,16 +443,24 @@ class AgentFleet:
         elif self.phase is not Phase.ENDING:
             yield from self._go_on_without(event, host, now)
 
-    def _may_try_again(self, host: _Host) -> bool:
-        """A fixed fleet has no room for a host that was started once."""
-        is_fixed_set = self._settings.is_fixed and self.phase is Phase.RUNNING
-        return self._accepts and not is_fixed_set and host.tries < _MOST_TRIES and not host.is_cut
+    @property
+    def _may_rejoin(self) -> bool:
+        return self._settings.is_fixed and self._settings.rejoins and self.phase is Phase.RUNNING
+
+    def _may_try_again(self, event: Lost, host: _Host) -> bool:
+        """A fixed fleet that does not rejoin has no room for a host that was started once."""
+        if not self._accepts or host.losses >= MOST_LOSSES or host.host.host_id not in self._hosts:
+            return False
+        if self._may_rejoin:
+            return True
+        is_set = self._settings.is_fixed and self.phase is Phase.RUNNING
+        return event.may_retry and not is_set and host.tries < _MOST_TRIES and not host.is_cut
 
     def _go_on_without(self, event: Ended | Lost, host: _Host, now: float) -> Iterator[Command]:
         is_outcome = isinstance(event, Ended) and event.is_outcome
         left, is_hopeless = self._left(), self._is_hopeless()
         if not is_hopeless and not is_outcome:
-            goes_on = f"; the run goes on with {counted(left, 'host')}" if left else ""
+            goes_on = f"; the run goes on with {plural(left, 'host')}" if left else ""
             if host.host.host_id == self._meets_at and self._meets_at:
                 goes_on += ", if they can still reach the coordinator there"
             yield Say(self._story(event, host) + goes_on, is_warning=True)
@@ -466,7 +485,7 @@ class AgentFleet:
         return not self._in(*_WITH_AGENT) and not self._suitable() and bool(self._in(State.GONE))
 
     def _too_few(self, left: int) -> str:
-        are_left = f"{counted(left, 'host')} {'is' if left == 1 else 'are'} left"
+        are_left = f"{plural(left, 'host')} {'is' if left == 1 else 'are'} left"
         return f"{are_left}, and --nnodes {self._settings.nnodes} needs {self._settings.min_hosts}: the run ends"
 
     # The end.

@@ -8,15 +8,15 @@ are built in are imported when they are asked for. A plug-in adds another by an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from holdfast.errors import UserError
-from holdfast.frozen import frozen
 from holdfast.hosts.job import JobSpec
+from holdfast.option import Options
 
 GROUP = "holdfast.engines"
+OWN = "Options of the engine"  # The group of them all.
 
 # Name -> module and class.
 _BUILT_IN: dict[str, str] = {
@@ -29,40 +29,31 @@ _BUILT_IN: dict[str, str] = {
 _PLACES = ("standalone", "node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port", "local_addr")
 
 
-@frozen
-class EngineOption:
-    """An option of an engine's own. An invocation that ends with the flag takes no value: it is on or off. `parse`
-    raises ValueError with a text that says what is wrong."""
-
-    invocation: str
-    help: str
-    parse: Callable[[str], Any] = str
-    default: Any = None
-    choices: tuple[str, ...] = ()
+O = TypeVar("O", bound=Options)  # noqa: E741  (the type of an engine's options)
 
 
-class Engine:
-    """`settings` has the values of `options` by their names (`--time-limit` is `time_limit`), and for `submit` also
-    `detach`. Errors are `UserError` (wrong input) or `HostError` (the engine fails), with one line.
+class Engine(Generic[O]):
+    """`options` is the table of the engine's own options (`holdfast.option`), and `settings` an object of it: their
+    values. Errors are `UserError` (wrong input) or `HostError` (the engine fails), with one line.
 
     `decides` are the options of `holdfast run` that the engine settles itself, so that a user must not give them.
     """
 
     name: ClassVar[str]
-    options: ClassVar[tuple[EngineOption, ...]] = ()
+    options: type[O] = Options  # type: ignore[assignment]  # An engine need not have any.
     decides: ClassVar[tuple[str, ...]] = _PLACES
 
-    def submit(self, job: JobSpec, settings: Mapping[str, Any]) -> int:
+    def submit(self, job: JobSpec, settings: O, *, detach: bool) -> int:
         """Start the job and return its exit code. With `detach`, return 0 once the engine has accepted it."""
         raise NotImplementedError
 
-    def render(self, job: JobSpec, settings: Mapping[str, Any]) -> str:
+    def render(self, job: JobSpec, settings: O) -> str:
         """The text (a batch script, a manifest) that starts the job when it is given to the engine."""
         raise NotImplementedError
 
-    def advice(self, settings: Mapping[str, Any]) -> str:
-        """One line for the user about the text that `render` has made, or nothing."""
-        return ""
+    def advice(self, job: JobSpec, settings: O) -> list[str]:
+        """Lines for the user about the text that `render` has made."""
+        return []
 
     @classmethod
     def can(cls, what: str) -> bool:
@@ -74,7 +65,7 @@ def names() -> list[str]:
     return sorted({*_BUILT_IN, *_plug_ins()})
 
 
-def find(name: str, what: str) -> Engine:
+def find(name: str, what: str) -> Engine[Any]:
     """The engine of that name, which can do `what`: "submit" or "render"."""
     kind = _kind(name)
     if not kind.can(what):
@@ -84,7 +75,7 @@ def find(name: str, what: str) -> Engine:
     return kind()
 
 
-def kinds() -> list[type[Engine]]:
+def kinds() -> list[type[Engine[Any]]]:
     """All engines that can be loaded, in the order of their names."""
     found = []
     for name in names():
@@ -95,7 +86,7 @@ def kinds() -> list[type[Engine]]:
     return found
 
 
-def _kind(name: str) -> type[Engine]:
+def _kind(name: str) -> type[Engine[Any]]:
     place = _BUILT_IN.get(name) or _plug_ins().get(name)
     if place is None:
         raise UserError(f"there is no engine {name!r}; the engines are: {', '.join(names())}")

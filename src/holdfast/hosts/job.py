@@ -16,8 +16,9 @@ LONG_EXIT_BARRIER = "--exit-barrier-timeout=20d"
 @frozen
 class JobSpec:
     """`options` are those of `holdfast run`, as the user gave them, without the ones that have a field here; `program`
-    is the script with its arguments. `nproc_per_node` is empty if the user left it out. `environment` are variables
-    that every agent gets in addition. `directory` and `python` are where and by which interpreter the agents run.
+    is the script with its arguments. `is_named`: the run id is the user's. `nproc_per_node` is empty if the user left
+    it out. `environment` are variables that every agent gets in addition. `directory` and `python` are where and by
+    which interpreter the agents run.
     `grace_s` and `join_timeout_s` are how long agents may take to stop and to meet, `health_port` where they answer
     probes; what the user gave of these is in `options`, too."""
 
@@ -33,6 +34,7 @@ class JobSpec:
     grace_s: float = 30.0
     join_timeout_s: float = 600.0
     health_port: int | None = None
+    is_named: bool = False
 
     @property
     def nnodes(self) -> str:

@@ -1,367 +1,392 @@
-"""The engine `kubernetes`: manifests that start one agent a pod. It talks to no cluster; `kubectl` does that.
+"""The engine `kubernetes`: `render` prints the manifest, `submit` gives it to `kubectl` and waits for the job's end.
 
-Each node is one pod of an Indexed Job, which gives pods stable numbers and, with a headless service, stable names. A
-JobSet and a Kubeflow TrainJob contain such a Job, so all three kinds share its description:
+`kubernetes_manifest` makes the objects. `kubectl` does all talking to the cluster, so every way to log in works. One
+loop reads what its processes say:
 
-* The nodes meet at the pod of number 0. Its name exists only once the pod does, and its agent starts the coordinator.
-* A pod that ends is replaced as its exit code says (`_pod_failure_rules`). Replacements join the run that goes on.
-* The name of the run contains the id of the Job, so applying the same manifest twice makes two runs.
+    kubectl get job NAME --watch      whether the job has ended
+    kubectl get pods --watch          which pods there are, why they wait, how their containers ended
+    kubectl logs --follow POD         one for each pod that runs
 
-What the kubelet would expand in an argument, `$(NAME)`, is written by this module alone; a `$` of the user is doubled.
+A watch that ends is started again: API servers end watches from time to time. A signal deletes the job, and the loop
+goes on until its pods are gone. The exit code of a job that failed is that of its pods (`code_of`).
 """
 
 from __future__ import annotations
 
 import json
-import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from holdfast.errors import RUN_CLOSED, UserError
+from holdfast import loop, signals, stdio
+from holdfast.errors import RUN_CLOSED, HoldfastError, HostError, UserError
+from holdfast.failures.report import DO_NOT_REQUEUE
 from holdfast.frozen import changed
-from holdfast.hosts.engines import Engine, EngineOption
-from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
+from holdfast.hosts import kubernetes_manifest
+from holdfast.hosts.console import EngineConsole
+from holdfast.hosts.engines import Engine
+from holdfast.hosts.job import JobSpec
+from holdfast.hosts.kubernetes_manifest import KubernetesOptions, Tree
+from holdfast.hosts.own_lines import PREFIX_VARIABLE
+from holdfast.log import Logger
+from holdfast.process.output.lines import HeldLine
 
-Tree = dict[str, Any]
+log = Logger(__name__)
 
-PORT, HEALTH_PORT = 29400, 29401
-_NODE = "node"  # The name of the container and of the replicated job; Kubeflow's trainer looks for it.
-_TOKEN_KEY = "token"
-_GRACE_MARGIN_S = 15  # What the agent needs after the grace of its workers: to kill the rest, and to report.
-_MOST_STARTUP_S = 300
-
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
-_QUANTITY = re.compile(r"(?=.*[1-9])([0-9]+(\.[0-9]*)?|\.[0-9]+)(m|k|[MGTPE]|[KMGTPE]i)?")
-_LABEL_LENGTH = 63
-_SUBDOMAIN_LENGTH = 253
-_LABEL_RULE = "lower-case letters, digits and '-', beginning with a letter"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{text!r} is not a whole number above 0")
-    return int(text)
+_PATCH_BYTES = 1 << 20
+_ANSWER_TIMEOUT_S = 60.0
+_WATCH_AGAIN_S = 1.0
+_MARGIN_S = 30.0  # On top of the grace of the pods.
+_LAST_LINES_S = 10.0  # For the logs of pods that have ended.
+_PIECE_BYTES = 1 << 16
+_SHOWN_CHARS = 300
+_FINAL = (DO_NOT_REQUEUE, RUN_CLOSED, 2, 1)  # Exit codes that speak for the whole run, the clearest first.
+_TROUBLE = re.compile(
+    "Unable to connect|connection refused|was refused|i/o timeout|timed? ?out|no such host|must be logged in"
+    "|Unauthorized|no configuration|TLS handshake|context .* does not exist|current-context|credentials|certificate",
+    re.IGNORECASE,
+)
 
 
-def _quantity(text: str) -> str:
-    if _QUANTITY.fullmatch(text) is None:
-        raise ValueError(f"{text!r} is not an amount of Kubernetes such as 500m, 8 or 16Gi")
-    return text
-
-
-def _named(pattern: re.Pattern[str], rule: str, longest: int) -> Any:
-    def parse(text: str) -> str:
-        if pattern.fullmatch(text) is None or len(text) > longest:
-            raise ValueError(f"{text!r} is not a name for Kubernetes: {rule}, at most {longest} characters")
-        return text
-
-    return parse
-
-
-_subdomain = _named(_SUBDOMAIN, "lower-case letters, digits, '-' and '.'", _SUBDOMAIN_LENGTH)
-
-
-class Kubernetes(Engine):
+class Kubernetes(Engine[KubernetesOptions]):
     name = "kubernetes"
+    options = KubernetesOptions
     # Where the nodes meet may be given: an etcd, or a coordinator that runs elsewhere.
     decides = ("standalone", "node_rank", "master_addr", "master_port", "local_addr", "rdzv_id")
-    options = (
-        EngineOption("--image IMAGE", "the image of the pods; holdfast and the script are in it (needed)"),
-        EngineOption("--kind KIND", "what to make: job, jobset or trainjob", default="job",
-                     choices=("job", "jobset", "trainjob")),
-        EngineOption("--name NAME", "the name of the job, and the beginning of its pods' names; that of the script if "
-                     "left out", _named(_LABEL, _LABEL_RULE, _LABEL_LENGTH)),
-        EngineOption("--namespace NAME", "where to create it; that of kubectl if left out",
-                     _named(_NAMESPACE, "lower-case letters, digits and '-'", _LABEL_LENGTH)),
-        EngineOption("--gpus-per-node N", "how many GPUs each pod gets", _positive),
-        EngineOption("--gpu-resource NAME", "what the cluster calls a GPU", _named(_RESOURCE, "letters, digits, '-', "
-                     "'.' and one '/'", _SUBDOMAIN_LENGTH), "nvidia.com/gpu"),
-        EngineOption("--cpu AMOUNT", "how many CPUs each pod needs, as in 8 or 500m", _quantity),
-        EngineOption("--memory AMOUNT", "how much memory each pod needs and may use, as in 64Gi", _quantity),
-        EngineOption("--shm-size AMOUNT", "the size of /dev/shm, which is memory of the pod", _quantity, "8Gi"),
-        EngineOption("--secret NAME", "the Secret whose key `token` is the token of the run", _subdomain),
-        EngineOption("--service-account NAME", "whose rights the pods have; none if left out", _subdomain),
-        EngineOption("--working-dir DIR", "the directory in the image in which the agents start"),
-        EngineOption("--python PATH", "the interpreter in the image", default="python3"),
-        EngineOption("--port PORT", "the port of the pod of number 0 at which the nodes meet", _positive, PORT),
-        EngineOption("--termination-grace SECONDS", "how long a pod that is to end may take; longer than "
-                     f"--shutdown-timeout, {_GRACE_MARGIN_S} s longer if left out", _positive),
-        EngineOption("--pod-restarts N", "how often each pod is replaced that was killed (by the kernel for memory, "
-                     "say); evictions do not count", _count, 3),
-        EngineOption("--set-restarts N", "jobset, trainjob: how often all pods are started again, as a new run, after "
-                     "the run has failed", _count, 0),
-        EngineOption("--time-limit SECONDS", "end the job after this time", _positive),
-    )  # fmt: skip
 
-    def render(self, job: JobSpec, settings: Mapping[str, Any]) -> str:
+    def render(self, job: JobSpec, settings: KubernetesOptions) -> str:
         """One List of all documents, as JSON: kubectl reads it as it reads YAML."""
-        name = _checked(job, settings)
-        documents = _DOCUMENTS[settings["kind"]](name, job, settings)
+        documents = kubernetes_manifest.documents_of(job, settings, _patches(settings.patch))
         return json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}, indent=2) + "\n"
 
-    def advice(self, settings: Mapping[str, Any]) -> str:
-        if not settings["secret"]:
-            return "without --secret NAME every pod that can reach this job's pods can join or disturb the run"
-        where = f" --namespace {settings['namespace']}" if settings["namespace"] else ""
-        secret = f"kubectl create secret generic {settings['secret']}{where} --from-file={_TOKEN_KEY}=/dev/stdin"
-        return f"make the token first: holdfast token | {secret}"
+    def advice(self, job: JobSpec, settings: KubernetesOptions) -> list[str]:
+        return kubernetes_manifest.advice(job, settings)
+
+    def submit(self, job: JobSpec, settings: KubernetesOptions, *, detach: bool) -> int:
+        if job.has_prefixes:
+            prefix = (PREFIX_VARIABLE, "[${hostname}:${rank}] ")
+            options = (*job.options, *job.prefix_options)
+            job = changed(job, options=options, environment=(*job.environment, prefix))
+        documents = kubernetes_manifest.documents_of(job, settings, _patches(settings.patch))
+        manifest = "\n".join(map(json.dumps, documents))
+        if shutil.which("kubectl") is None:
+            raise HostError("kubectl was not found: install it, or put it on PATH")
+        for line in self.advice(job, settings):
+            log.warning("%s", line)
+        name = kubernetes_manifest.name_of(job, settings)
+        kind = documents[-1]["kind"].lower()
+        kubectl = ["kubectl", *([f"--namespace={settings.namespace}"] if settings.namespace else [])]
+        done = _ask([*kubectl, "create", "-f", "-"], manifest)
+        if done.returncode:
+            raise _refusal(done.stderr, name)
+        if detach:
+            stdio.write(sys.stdout, f"{kind}/{name}\n", may_drop=False)
+            return 0
+        log.info("created %s/%s", kind, name)
+        pods = f"batch.kubernetes.io/job-name={kubernetes_manifest.job_name(name, settings)}"
+        about = (kubectl, manifest, f"{kind}/{name}", pods, job.grace_s + _MARGIN_S)
+        return _Submission(*about, has_prefixes=job.has_prefixes).wait()
 
 
-# --- input --------------------------------------------------------------------------------------------------------
+def _patches(path: str | None) -> list[Tree]:
+    if path is None:
+        return []
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(_PATCH_BYTES))
+    except OSError as error:
+        raise UserError(f"--patch {path!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"--patch {path!r} is not JSON: {error}") from None
+    patches = found if isinstance(found, list) else [found]
+    if not all(isinstance(each, dict) for each in patches):
+        raise UserError(f"--patch {path!r} is not a JSON object, or a list of them")
+    return patches
 
 
-def _checked(job: JobSpec, settings: Mapping[str, Any]) -> str:
-    """The name of the job. What the API server or a kubelet would refuse is refused here."""
-    if not settings["image"] or re.search(r"\s", settings["image"]):
-        raise UserError(f"--image IMAGE is needed: the image of the pods, not {settings['image'] or ''!r}")
-    grace_s, shutdown_s = settings["termination_grace"], job.grace_s
-    if grace_s is not None and grace_s <= shutdown_s:
-        raise UserError(
-            f"--termination-grace {grace_s} is not longer than the {shutdown_s:g} s that the workers have to "
-            f"end (--shutdown-timeout); {math.ceil(shutdown_s) + _GRACE_MARGIN_S} leaves time to report"
+def _ask(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
+    """In a session of its own, so that Ctrl-C does not end it: the job that it creates has to be deleted then."""
+    try:
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_S, start_new_session=True
         )
-    if job.health_port == 0:
-        raise UserError("--health-port 0: the probes of a pod need a port that is known before it starts")
-    given = {option.partition("=")[0] for option in job.options}
-    for one, other in (("--rdzv-backend", "--rdzv-endpoint"), ("--rdzv-endpoint", "--rdzv-backend")):
-        if one in given and other not in given:
-            raise UserError(f"{one} needs {other}; without both, the nodes meet at the pod of number 0")
-    if settings["port"] > 65535:
-        raise UserError(f"--port {settings['port']} is not a port (1 to 65535)")
-    if settings["port"] == (job.health_port or HEALTH_PORT):
-        raise UserError(f"--port {settings['port']} and --health-port are the same; give another one")
-    if settings["set_restarts"] and settings["kind"] == "job":
-        raise UserError("--set-restarts is for --kind jobset and trainjob; a job starts nothing again")
-    if settings["secret"] and "--token-file" in given:
-        raise UserError("--secret and --token-file are two ways to give the token; leave one out")
-    _check_text((*job.options, *job.program, *(value for _, value in job.environment)))
-    _check_text([each for each in settings.values() if isinstance(each, str)])
-    name = settings["name"] or _name_of(job.program[0], is_module="--module" in job.options)
-    # JobSet also counts what Kubernetes adds to the name of each pod.
-    longest = _pod_name(name, job.max_nodes - 1, settings) + ("" if settings["kind"] == "job" else "-abcde")
-    if len(longest) > _LABEL_LENGTH:
-        raise UserError(
-            f"--name {name}: the pods would be called {longest}, which has {len(longest)} characters, "
-            f"and {_LABEL_LENGTH} are allowed; give a shorter one"
+    except subprocess.TimeoutExpired:
+        raise HostError(f"kubectl has not answered within {_ANSWER_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise HostError(f"cannot start kubectl: {error.strerror}") from None
+
+
+def _refusal(text: str, name: str) -> HoldfastError:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = lines[-1] if lines else "kubectl did not say why"
+    if _TROUBLE.search(said):
+        return HostError(f"Kubernetes cannot be asked: {said}")
+    remedy = f"; delete it, or give another --name than {name}" if "AlreadyExists" in said else ""
+    return UserError(f"Kubernetes refused the job: {said}{remedy}")
+
+
+# --- what objects say: pure ---------------------------------------------------------------------------------------
+
+
+def end_of(job: Tree) -> tuple[str, str]:
+    """`Complete`, `Failed` or nothing, and why."""
+    for each in job.get("status", {}).get("conditions") or ():
+        if each.get("status") == "True" and each.get("type") in ("Complete", "Completed", "Failed"):
+            end = "Failed" if each["type"] == "Failed" else "Complete"
+            return end, f"{each.get('reason', '')}: {each.get('message', '')}".strip(": ")
+    return "", ""
+
+
+def exit_code_of(pod: Tree) -> int | None:
+    """Of the agent; None while it runs or has not started."""
+    for each in pod.get("status", {}).get("containerStatuses") or ():
+        ended = each.get("state", {}).get("terminated")
+        if each.get("name") == "node" and ended:
+            return int(ended.get("exitCode", 1))
+    return None
+
+
+def code_of(why: str, codes: Sequence[int]) -> int:
+    """The exit code of a job that has failed: the one that has ended it, if the controller names it, or the clearest of
+    those of its pods."""
+    if found := re.search(r"exit code (\d+)", why):
+        return int(found[1])
+    if "DeadlineExceeded" in why:
+        return 128 + signal.SIGTERM
+    return next((code for code in _FINAL if code in codes), 1)
+
+
+def waits_for(pod: Tree) -> str:
+    """Why the pod does not run yet, in the cluster's words."""
+    status = pod.get("status", {})
+    if status.get("phase", "Pending") != "Pending":
+        return ""
+    for each in status.get("containerStatuses") or ():
+        waiting = each.get("state", {}).get("waiting") or {}
+        if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return f"{waiting['reason']}: {waiting.get('message', '')}".strip(": ")
+    for each in status.get("conditions") or ():
+        if each.get("type") == "PodScheduled" and each.get("status") == "False":
+            return f"{each.get('reason', '')}: {each.get('message', '')}".strip(": ")
+    return ""
+
+
+# --- submit -------------------------------------------------------------------------------------------------------
+
+
+class _Process:
+    """A kubectl that goes on talking. Reading never blocks."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
-    return name
+        assert self._process.stdout is not None
+        self._out = self._process.stdout
+        os.set_blocking(self._out.fileno(), False)
+        self.has_ended = False
 
+    def fileno(self) -> int:
+        return self._out.fileno()
 
-def _check_text(texts: Sequence[str]) -> None:
-    for text in texts:
+    def read(self) -> bytes:
         try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{text!r} is not text in UTF-8, which a manifest needs") from None
+            data = os.read(self._out.fileno(), _PIECE_BYTES)
+        except BlockingIOError:
+            return b""
+        self.has_ended |= not data
+        return data
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._out.close()
 
 
-def _name_of(script: str, *, is_module: bool) -> str:
-    """`src/train_net.py` and the module `pkg.train_net` are `train-net`."""
-    file = script.rstrip("/").rpartition("/")[2]
-    stem = script.rpartition(".")[2] if is_module else file.partition(".")[0]
-    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
-    if _LABEL.fullmatch(name) is None:
-        raise UserError(f"the job cannot be named after {script!r}; give --name: {_LABEL_RULE}")
-    return name
+class _Watch:
+    """The objects that a watch reports, each with what has happened to it: ADDED, MODIFIED or DELETED."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = [*command, "--watch", "--output-watch-events", "--output=json"]
+        self._process: _Process | None = None
+        self._held, self.again_at = "", 0.0
+
+    def fds(self) -> list[int]:
+        return [] if self._process is None else [self._process.fileno()]
+
+    def events(self, now: float) -> Iterator[tuple[str, Tree]]:
+        if self._process is None and now >= self.again_at:
+            self._process, self._held = _Process(self._command), ""
+        if self._process is None:
+            return
+        self._held += self._process.read().decode("utf-8", "replace")
+        while self._held.lstrip():
+            try:
+                event, end = json.JSONDecoder().raw_decode(self._held.lstrip())
+            except ValueError:
+                break  # The rest of it is to come.
+            self._held = self._held.lstrip()[end:]
+            yield event.get("type", ""), event.get("object", {})
+        if self._process.has_ended:
+            self.close()
+            self.again_at = now + _WATCH_AGAIN_S
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        self._process = None
 
 
-def _pod_name(name: str, index: int, settings: Mapping[str, Any]) -> str:
-    """The host name of a pod. JobSet puts the name of the replicated job, and its number, in between."""
-    return f"{name}-{index}" if settings["kind"] == "job" else f"{name}-{_NODE}-0-{index}"
+class _PodLog:
+    """The output of one pod. The report of a run that has failed is that of the pod of number 0."""
+
+    def __init__(self, command: Sequence[str], name: str, number: int) -> None:
+        self.name, self._number = name, number
+        self._process, self._lines = _Process(command), HeldLine()
+        self.is_paused = self.is_over = self._is_in_report = False
+
+    def fds(self) -> list[int]:
+        return [] if self.is_paused or self.is_over else [self._process.fileno()]
+
+    def read(self) -> bytes:
+        """Whole lines."""
+        if self.is_paused or self.is_over:
+            return b""
+        lines = self._lines.take(self._process.read())
+        if self._process.has_ended:
+            lines, self.is_over = lines + self._lines.flush(), True
+        return (
+            lines
+            if self._number == 0
+            else b"".join([line for line in lines.splitlines(keepends=True) if self._is_shown(line)])
+        )
+
+    def _is_shown(self, line: bytes) -> bool:
+        is_of_report = self._is_in_report or line.startswith(b"=" * 80)
+        self._is_in_report = is_of_report and not line.startswith(b"Cause: ")  # Its last line.
+        return not is_of_report and line.strip() != b""
+
+    def close(self) -> None:
+        self._process.close()
 
 
-# --- documents ----------------------------------------------------------------------------------------------------
+class _Submission:
+    """One job from its creation to its end. Signals are noted in the inbox, and handled between two looks."""
 
+    def __init__(
+        self, kubectl: Sequence[str], manifest: str, what: str, pods: str, grace_s: float, *, has_prefixes: bool
+    ) -> None:
+        self._kubectl, self._manifest, self._what, self._grace_s = kubectl, manifest, what, grace_s
+        self._job = _Watch([*kubectl, "get", what])
+        self._get_pods = [*kubectl, "get", "pods", f"--selector={pods}"]
+        self._pods = _Watch(self._get_pods)
+        self._console, self._wakeup = EngineConsole(has_prefixes=has_prefixes), loop.Wakeup()
+        self._logs: dict[str, _PodLog] = {}  # By the uid of the pod.
+        self._alive: set[str] = set()
+        self._codes: dict[str, int] = {}
+        self._said: dict[str, str] = {}
+        self._end: tuple[str, str] = "", ""
+        self._is_gone = False
+        self._stopped_by: signal.Signals | None = None
+        self._ends_at = float("inf")
 
-def _job(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
-    spec = _job_spec(job, settings, _container(name, job, settings))
-    spec["template"]["spec"] = {"subdomain": name, **spec["template"]["spec"]}
-    service = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,  # The nodes meet before they are ready.
-        "selector": {"batch.kubernetes.io/job-name": name},
-        "ports": [{"name": "rendezvous", "port": settings["port"]}],
-    }
-    return [
-        _document("v1", "Service", name, settings, service),
-        _document("batch/v1", "Job", name, settings, spec),
-    ]
+    def wait(self) -> int:
+        """The job's exit code, when it has ended."""
+        try:
+            while not self._is_over():
+                self._turn()
+        finally:
+            self._job.close()
+            self._pods.close()
+            for each in self._logs.values():
+                each.close()
+            self._console.close()
+            self._wakeup.close()
+        if self._stopped_by is not None:
+            return 128 + self._stopped_by
+        if self._is_gone:
+            raise HostError(f"{self._what} was deleted before it ended")
+        end, why = self._end
+        if end == "Complete":
+            return 0
+        log.warning("%s has failed: %s", self._what, why)
+        return code_of(why, [*self._codes.values()])
 
+    def _is_over(self) -> bool:
+        """The pods of a job that has ended may have last lines."""
+        is_told = bool(self._end[0]) or self._is_gone
+        if self._stopped_by is not None:
+            is_told = not self._alive
+        if is_told and self._ends_at == float("inf"):
+            self._ends_at = time.monotonic() + _LAST_LINES_S
+            self._see_all()
+        is_read = all(each.is_over and not each.is_paused for each in self._logs.values())
+        return (is_told and is_read) or time.monotonic() >= self._ends_at
 
-def _jobset(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
-    spec = _jobset_spec(_job_spec(job, settings, _container(name, job, settings)), settings)
-    return [_document("jobset.x-k8s.io/v1alpha2", "JobSet", name, settings, spec)]
+    def _see_all(self) -> None:
+        """The watch of the pods may be behind that of the job."""
+        done = _ask([*self._get_pods, "--output=json"], "")
+        for pod in [] if done.returncode else json.loads(done.stdout).get("items", ()):
+            self._see("ADDED", pod)
 
+    def _turn(self) -> None:
+        now = time.monotonic()
+        for event, found in self._job.events(now):
+            self._end = end_of(found) if not self._end[0] else self._end
+            self._is_gone |= event == "DELETED" and not self._end[0]
+        for event, found in self._pods.events(now):
+            self._see(event, found)
+        for each in self._logs.values():
+            if lines := each.read():
+                each.is_paused = True
+                self._console.write(each.name, [("stdout", lines)], partial(self._resume, each))
+        if (number := signals.inbox().take()) is not None:
+            self._stop(number, now)
+        if self._console.is_stuck and (self._stopped_by is not None or self._end[0]):
+            self._console.abandon()
+        fds = [*self._job.fds(), *self._pods.fds(), *(fd for each in self._logs.values() for fd in each.fds())]
+        loop.wait_readable([self._wakeup.fileno(), *fds], _WATCH_AGAIN_S)
+        self._wakeup.clear()
 
-def _trainjob(name: str, job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
-    """The runtime says how pods are run, the TrainJob what runs in them."""
-    container = _container(name, job, settings)
-    own = {key: container.pop(key) for key in ("command", "args", "resources") if key in container}
-    spec = _jobset_spec(_job_spec(job, settings, container), settings)
-    spec["replicatedJobs"][0]["template"]["metadata"] = {
-        "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    }
-    runtime = {"mlPolicy": {"numNodes": job.max_nodes}, "template": {"spec": spec}}
-    trainer = {"numNodes": job.max_nodes, "image": settings["image"], "command": own["command"], "args": own["args"]}
-    if "resources" in own:
-        trainer["resourcesPerNode"] = own["resources"]
-    group = "trainer.kubeflow.org"
-    reference = {"apiGroup": group, "kind": "TrainingRuntime", "name": name}
-    return [
-        _document(f"{group}/v1alpha1", "TrainingRuntime", name, settings, runtime),
-        _document(f"{group}/v1alpha1", "TrainJob", name, settings, {"runtimeRef": reference, "trainer": trainer}),
-    ]
+    def _resume(self, pod: _PodLog) -> None:
+        """In the console's thread."""
+        pod.is_paused = False
+        self._wakeup.wake()
 
+    def _see(self, event: str, pod: Tree) -> None:
+        about: Mapping[str, Any] = pod.get("metadata", {})
+        uid, name = about.get("uid", ""), about.get("name", "")
+        if event == "DELETED":
+            self._alive.discard(uid)
+            return
+        phase, code = pod.get("status", {}).get("phase", "Pending"), exit_code_of(pod)
+        (self._alive.discard if phase in ("Succeeded", "Failed") else self._alive.add)(uid)
+        if code is not None:
+            self._codes[uid] = code
+        if (why := waits_for(pod)[:_SHOWN_CHARS]) and why != self._said.get(uid) and self._stopped_by is None:
+            log.info("pod %s waits: %s", name, why)
+            self._said[uid] = why
+        if phase != "Pending" and uid not in self._logs:
+            number = (about.get("annotations") or {}).get("batch.kubernetes.io/job-completion-index", "0")
+            command = [*self._kubectl, "logs", "--follow", f"pod/{name}"]
+            self._logs[uid] = _PodLog(command, name, int(number))
+            self._console.open(name)
 
-_DOCUMENTS = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
-
-
-def _document(version: str, kind: str, name: str, settings: Mapping[str, Any], spec: Tree) -> Tree:
-    namespace = {"namespace": settings["namespace"]} if settings["namespace"] else {}
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, **namespace}, "spec": spec}
-
-
-def _jobset_spec(job_spec: Tree, settings: Mapping[str, Any]) -> Tree:
-    """What ends the Job by its exit code ends the set, too; any other failure may start it again."""
-    rule = {"name": "endsForGood", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    return {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": settings["set_restarts"], "rules": [rule]},
-        "replicatedJobs": [{"name": _NODE, "replicas": 1, "template": {"spec": job_spec}}],
-    }
-
-
-def _job_spec(job: JobSpec, settings: Mapping[str, Any], container: Tree) -> Tree:
-    """With `--nnodes 2:4` four pods are asked for. Two of them may fail for good, and two that have succeeded are
-    enough, because the pods of a run succeed together: the others may wait for a machine for ever."""
-    spec: Tree = {
-        "completionMode": "Indexed",
-        "completions": job.max_nodes,
-        "parallelism": job.max_nodes,
-        "backoffLimitPerIndex": settings["pod_restarts"],
-        "maxFailedIndexes": job.max_nodes - job.min_nodes,
-        "podReplacementPolicy": "Failed",  # Never two pods of one name.
-        "podFailurePolicy": {"rules": _pod_failure_rules()},
-    }
-    if job.min_nodes < job.max_nodes:
-        spec["successPolicy"] = {"rules": [{"succeededCount": job.min_nodes}]}
-    if settings["time_limit"]:
-        spec["activeDeadlineSeconds"] = settings["time_limit"]
-    spec["template"] = {"spec": _pod_spec(job, settings, container)}
-    return spec
-
-
-def _pod_failure_rules() -> list[Tree]:
-    """The first rule that fits counts; what fits none counts against `backoffLimitPerIndex`.
-
-    1 is the end of a run that has used its own restarts, so Kubernetes must not start it again. It fails the index and
-    not the Job: it may also be the end of one node, and the others go on if there are enough of them."""
-
-    def on_exit(action: str, *codes: int) -> Tree:
-        return {"action": action, "onExitCodes": {"containerName": _NODE, "operator": "In", "values": [*codes]}}
-
-    disrupted = {"type": "DisruptionTarget", "status": "True"}
-    return [
-        {"action": "Ignore", "onPodConditions": [disrupted]},
-        on_exit("FailJob", 2, 93, RUN_CLOSED),
-        on_exit("Ignore", 143),
-        on_exit("FailIndex", 1),
-    ]
-
-
-def _pod_spec(job: JobSpec, settings: Mapping[str, Any], container: Tree) -> Tree:
-    grace_s = settings["termination_grace"] or math.ceil(job.grace_s) + _GRACE_MARGIN_S
-    account = settings["service_account"]
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": grace_s,
-        "enableServiceLinks": False,  # A service named "master" would set MASTER_PORT.
-        **({"serviceAccountName": account} if account else {"automountServiceAccountToken": False}),
-        "containers": [container],
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings["shm_size"]}}],
-    }
-
-
-def _container(name: str, job: JobSpec, settings: Mapping[str, Any]) -> Tree:
-    health_port = job.health_port or HEALTH_PORT
-    command = _command(name, job, settings, health_port)
-    directory, resources = settings["working_dir"], _resources(settings)
-    probe = {"httpGet": {"path": "/", "port": health_port}, "timeoutSeconds": 5}
-    return {
-        "name": _NODE,
-        "image": settings["image"],
-        **({"workingDir": directory} if directory else {}),
-        "command": command[:5],  # The first process of the pod is the agent, so it gets the pod's SIGTERM.
-        "args": command[5:],
-        "env": _environment(job, settings),
-        "ports": [
-            {"name": "rendezvous", "containerPort": settings["port"]},
-            {"name": "health", "containerPort": health_port},
-        ],
-        "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": _MOST_STARTUP_S // 2},
-        "livenessProbe": {**probe, "periodSeconds": 10, "failureThreshold": 3},
-        **({"resources": resources} if resources else {}),
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-    }
-
-
-def _command(name: str, job: JobSpec, settings: Mapping[str, Any], health_port: int) -> list[str]:
-    ours = ["--node-rank=$(JOB_COMPLETION_INDEX)", "--local-addr=$(POD_IP)"]
-    given = {option.partition("=")[0] for option in job.options}
-    if "--rdzv-endpoint" not in given:
-        first = _pod_name(name, 0, settings)
-        ours += ["--rdzv-backend=tcp", f"--rdzv-endpoint={first}.{name}:{settings['port']}"]
-    if "--resolve-timeout" not in given:
-        ours += ["--resolve-timeout=1d"]  # In effect: for as long as --join-timeout.
-    if "--exit-barrier-timeout" not in given:
-        # The Job counts pods that have succeeded (`successPolicy`), and the coordinator is in one of them.
-        ours += [LONG_EXIT_BARRIER]
-    ours += [f"--health-port=[::]:{health_port}"]  # The kubelet's probes come from outside.
-    if settings["secret"] and "--require-token" not in given:
-        ours += ["--require-token"]
-    return changed(
-        job,
-        options=tuple(map(_literal, job.options)),
-        program=tuple(map(_literal, job.program)),
-        run_id=f"{name}-$(HOLDFAST_JOB_UID)",
-        python=settings["python"],
-    ).agent_command(*ours)
-
-
-def _environment(job: JobSpec, settings: Mapping[str, Any]) -> list[Tree]:
-    def from_pod(name: str, path: str) -> Tree:
-        return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-    variables = [
-        from_pod("HOLDFAST_JOB_UID", "metadata.labels['batch.kubernetes.io/controller-uid']"),
-        from_pod("POD_IP", "status.podIP"),
-        from_pod("HOLDFAST_HOST_NAME", "spec.nodeName"),  # A machine that is lost repeatedly has to wait.
-        *({"name": name, "value": _literal(value)} for name, value in job.environment),
-    ]
-    if settings["secret"]:
-        key = {"name": settings["secret"], "key": _TOKEN_KEY}
-        variables.append({"name": "HOLDFAST_TOKEN", "valueFrom": {"secretKeyRef": key}})
-    return variables
-
-
-def _literal(text: str) -> str:
-    """The kubelet takes `$(NAME)` for a variable and `$$` for a `$`."""
-    return text.replace("$", "$$")
-
-
-def _resources(settings: Mapping[str, Any]) -> Tree:
-    """Memory that is used beyond the request would make the pod the first one to be evicted, so both are the same."""
-    cpu, memory, gpus = settings["cpu"], settings["memory"], settings["gpus_per_node"]
-    requests = {**({"cpu": cpu} if cpu else {}), **({"memory": memory} if memory else {})}
-    limits = {**({"memory": memory} if memory else {}), **({settings["gpu_resource"]: str(gpus)} if gpus else {})}
-    return {**({"requests": requests} if requests else {}), **({"limits": limits} if limits else {})}
+    def _stop(self, number: signal.Signals, now: float) -> None:
+        """The first signal deletes the job, the second ends the wait for its pods."""
+        if self._stopped_by is not None:
+            self._ends_at = 0.0
+            return
+        self._stopped_by, self._ends_at = number, now + self._grace_s
+        log.warning("got %s, deleting %s", number.name, self._what)
+        done = _ask([*self._kubectl, "delete", "--ignore-not-found", "--wait=false", "-f", "-"], self._manifest)
+        if done.returncode:
+            log.error("cannot delete it: %s", done.stderr.strip().rpartition("\n")[2])
+            self._ends_at = 0.0

@@ -41,7 +41,3 @@ def names_text(names: Sequence[str], all_hosts: int = 0) -> str:
     if len(names) == all_hosts:
         return f"all {all_hosts} hosts"
     return f"{', '.join(names[:_SHOWN_NAMES])} and {len(names) - _SHOWN_NAMES} more"
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

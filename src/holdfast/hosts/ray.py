@@ -73,11 +73,12 @@ from holdfast.hosts.agent_fleet import (
     TimePassed,
 )
 from holdfast.hosts.console import EngineConsole
-from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.engines import OWN, Engine
 from holdfast.hosts.host_agent import AgentOrder, Batch, HostAgent
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.job_coordinator import JobCoordinator, rdzv_conf
 from holdfast.log import Logger
+from holdfast.option import Options, optional, value
 from holdfast.rendezvous.membership import keys
 
 logger = Logger(__name__)
@@ -116,25 +117,31 @@ def _runtime_env(text: str) -> dict[str, Any]:
     return value
 
 
-class Ray(Engine):
-    name = "ray"
-    options = (
-        EngineOption("--address HOST:PORT", "the head of the cluster (default: RAY_ADDRESS, else that of this host)"),
-        EngineOption("--gpus-per-node N", "how many GPUs each agent takes of Ray (default: all of the node)", _amount),
-        EngineOption("--cpus-per-node N", "how many CPUs each agent takes of Ray", _amount, default=0.0),
-        EngineOption("--runtime-env-json JSON", "Ray's runtime environment of the agents, as in `ray job submit`",
-                     _runtime_env),
-    )  # fmt: skip
+class RayOptions(Options):
+    # fmt: off
+    address = optional("--address HOST:PORT", OWN, str, help=
+        "the head of the cluster (default: RAY_ADDRESS, else that of this host)")
+    gpus_per_node = optional("--gpus-per-node N", OWN, _amount, help=
+        "how many GPUs each agent takes of Ray (default: all of the node)")
+    cpus_per_node = value("--cpus-per-node N", OWN, _amount, "0", help="how many CPUs each agent takes of Ray")
+    runtime_env_json = optional("--runtime-env-json JSON", OWN, _runtime_env, help=
+        "Ray's runtime environment of the agents, as in `ray job submit`")
+    # fmt: on
 
-    def submit(self, job: JobSpec, settings: Mapping[str, Any]) -> int:
-        if settings["detach"]:
+
+class Ray(Engine[RayOptions]):
+    name = "ray"
+    options = RayOptions
+
+    def submit(self, job: JobSpec, settings: RayOptions, *, detach: bool) -> int:
+        if detach:
             raise UserError(
                 "--detach: on ray the job ends with this command; to let it run on without a terminal, use "
                 "`ray job submit --no-wait -- holdfast submit ray ...`"
             )
         if find_spec("ray") is None:
             raise HostError("the package ray is missing here; install it with: pip install 'holdfast[ray]'")
-        with _connected(settings["address"] or os.environ.get("RAY_ADDRESS") or "auto", settings["runtime_env_json"]):
+        with _connected(settings.address or os.environ.get("RAY_ADDRESS") or "auto", settings.runtime_env_json):
             outcome = _Run(job, settings).run()
         words = outcome.words or f"holdfast submit: error: {outcome.error}\n"
         if outcome.code:
@@ -216,7 +223,7 @@ def _words_of(error: BaseException) -> str:
 class _Run:
     """The main thread of one job."""
 
-    def __init__(self, job: JobSpec, settings: Mapping[str, Any]) -> None:
+    def __init__(self, job: JobSpec, settings: RayOptions) -> None:
         import ray
 
         self._ray: Any = ray
@@ -347,7 +354,7 @@ class _Run:
         return self._names[node_id]
 
     def _lacking(self, resources: Mapping[str, float]) -> str:
-        wanted = {"GPU": self._settings["gpus_per_node"] or 0.0, "CPU": self._settings["cpus_per_node"]}
+        wanted = {"GPU": self._settings.gpus_per_node or 0.0, "CPU": self._settings.cpus_per_node}
         missing = [(name, amount) for name, amount in wanted.items() if resources.get(name, 0.0) < amount]
         return " and ".join(f"{amount:g} {name}s" for name, amount in missing)
 
@@ -356,11 +363,11 @@ class _Run:
     def _prepare(self, host: Host) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        gpus = self._settings["gpus_per_node"]
+        gpus = self._settings.gpus_per_node
         actor = (
             self._ray.remote(HostAgent)
             .options(
-                num_cpus=self._settings["cpus_per_node"],
+                num_cpus=self._settings.cpus_per_node,
                 num_gpus=self._resources[host.host_id] if gpus is None else gpus,
                 max_restarts=0,
                 max_concurrency=_CONCURRENT_CALLS,
@@ -377,7 +384,7 @@ class _Run:
         return Ready(host.host_id)
 
     def _order(self, host: Host) -> AgentOrder:
-        job, runtime_env = self._job, self._settings["runtime_env_json"] or {}
+        job, runtime_env = self._job, self._settings.runtime_env_json or {}
         arguments = job.agent_arguments(
             "--rdzv-backend=tcp",
             f"--rdzv-endpoint={self._coordinator.endpoint}",

@@ -2,8 +2,13 @@
 
 The script starts one agent a node with `srun`. The agents find out where they meet from Slurm's variables
 (`hosts.engine_detection`); the script adds what only it knows: a run id of its own for each time that Slurm starts the
-job, and a token. `submit` gives the script to `sbatch --wait`, which ends with the job, shows what the job writes to
-its output file, and cancels the job if it is stopped itself.
+job, and a token. `submit` gives the script to `sbatch`, shows what the job writes to its output file, and cancels the
+job if it is stopped itself.
+
+How `submit` learns that the job has ended: the script says so in the job's output (`_LAST_LINE`), and Slurm is asked
+then until it knows, too. A job that could not say it (killed, cancelled, out of time) is noticed by the questions that
+are asked every few seconds anyway. A job that Slurm puts back into the queue writes on into the same file. Before it
+starts again, `submit` excludes the nodes that the runs of the job have lost more than once, as the output says.
 """
 
 from __future__ import annotations
@@ -18,62 +23,91 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 from holdfast import escape, loop, signals, stdio
-from holdfast.errors import HostError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import frozen
 from holdfast.hosts.console import EngineConsole
-from holdfast.hosts.engines import Engine, EngineOption
+from holdfast.hosts.engines import OWN, Engine
 from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
 from holdfast.hosts.own_lines import PREFIX_VARIABLE, prefix_template
 from holdfast.log import Logger
+from holdfast.option import Options, optional, value
 from holdfast.process.output.lines import HeldLine
+from holdfast.process.spawner.client import SUCCESS_FILE_VARIABLE
 
 log = Logger(__name__)
 
 _LOOK_AGAIN_S = 0.3  # At the output file, which another host writes: no event says that it has grown.
 _ANSWER_TIMEOUT_S = 60.0
-_QUEUE_LOOK_S, _QUEUE_LOOK_AGAIN_S = 5.0, 60.0  # When to ask why the job waits.
+_ASK_AGAIN_S = 5.0  # How the job stands.
 _LAST_AGENTS_S = 60  # How long the other agents may go on when the first one has ended.
 _LAST_ANSWER_S = 5.0  # How long sbatch may still take to submit the job after a signal.
 _PIECE_BYTES = 1 << 16
-_GOING_ON = ("PENDING", "RUNNING", "COMPLETING", "SUSPENDED")
+_GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT")
+_LAST_LINE = "holdfast: the agents of Slurm job {} have ended with exit code "
+_LOST = re.compile(rb"^holdfast: .*?(([\w.-]+)-\d+-[0-9a-f]{8}) is lost: ", re.MULTILINE)  # The id of a node.
+_MOST_LOSSES = 1  # Of a node that may be used again.
+# What Slurm's commands say when it is not the user's input that is wrong.
+_TROUBLE = re.compile(
+    "Unable to contact|Socket timed out|timed out|Connection refused|Unable to connect|Zero Bytes|[Aa]uthentication"
+    "|Unable to resolve|Communication|[Mm]unge|not responding|in standby mode|temporarily unable"
+)
 # Slurm has names and comments of other users, in any encoding.
 _TEXT: Any = {"text": True, "errors": "surrogateescape"}
 
 
-class Slurm(Engine):
+class SlurmOptions(Options):
+    # fmt: off
+    partition = optional("--partition NAME", OWN, str, help="the partition; the cluster's default if left out")
+    account = optional("--account NAME", OWN, str, help="the account that pays for the job")
+    qos = optional("--qos NAME", OWN, str, help="the quality of service")
+    time = optional("--time LIMIT", OWN, str, help=
+        "how long the job may run, as Slurm writes it: 90 (minutes), 1:30:00, 2-0")
+    nodelist = optional("--nodelist NODES", OWN, str, help="nodes that the job must have, as in node[1-4]")
+    exclude = optional("--exclude NODES", OWN, str, help="nodes that the job must not have")
+    gpus_per_node = optional("--gpus-per-node N", OWN, str, help=
+        "GPUs on each node; without --nproc-per-node, one worker for each")
+    cpus_per_node = optional("--cpus-per-node N", OWN, str, help=
+        "CPUs on each node, for the agent and its workers together")
+    output = value("--output FILE", OWN, str, "slurm-%j.out", help=
+        "where the job's output goes, with Slurm's patterns")
+    setup = optional("--setup COMMANDS", OWN, str, help=
+        "commands of bash that run on each node before the agent: 'module load cuda; source env/bin/activate'")
+    sbatch = value("--sbatch OPTIONS", OWN, str, "", takes_dashes=True, joined_by=" ", help=
+        "more options of sbatch, as one text: '--constraint=a100 --exclusive'; may be given several times")
+    srun = value("--srun OPTIONS", OWN, str, "", takes_dashes=True, joined_by=" ", help=
+        "options of the srun that starts the agents, as one text: '--container-image=me/train --mpi=none'; may be "
+        "given several times")
+    # fmt: on
+
+
+class Slurm(Engine[SlurmOptions]):
     name = "slurm"
-    options = (
-        EngineOption("--partition NAME", "the partition; the cluster's default if left out"),
-        EngineOption("--account NAME", "the account that pays for the job"),
-        EngineOption("--time LIMIT", "how long the job may run, as Slurm writes it: 90 (minutes), 1:30:00, 2-0"),
-        EngineOption("--gpus-per-node N", "GPUs on each node; without --nproc-per-node, one worker for each"),
-        EngineOption("--cpus-per-node N", "CPUs on each node, for the agent and its workers together"),
-        EngineOption("--output FILE", "where the job's output goes, with Slurm's patterns", default="slurm-%j.out"),
-        EngineOption("--sbatch OPTIONS", "more options of sbatch, as one text: '--constraint=a100 --exclusive'"),
-    )
+    options = SlurmOptions
     # The user may have a coordinator or an etcd of his own.
     decides = tuple(name for name in Engine.decides if name not in ("rdzv_backend", "rdzv_endpoint"))
 
-    def render(self, job: JobSpec, settings: Mapping[str, Any]) -> str:
+    def render(self, job: JobSpec, settings: SlurmOptions) -> str:
         _check(job)
-        head = ["#!/bin/bash", *(f"#SBATCH {_directive(name, value)}" for name, value in _directives(job, settings))]
+        head = ["#!/bin/bash", *(f"#SBATCH {_directive(name, text)}" for name, text in _directives(job, settings))]
         return "\n".join([*head, *_body(job, settings)]) + "\n"
 
-    def submit(self, job: JobSpec, settings: Mapping[str, Any]) -> int:
+    def submit(self, job: JobSpec, settings: SlurmOptions, *, detach: bool) -> int:
         script = self.render(job, settings)
+        if any(word.startswith(("--array", "-a")) for word in _words("--sbatch", settings.sbatch)) and not detach:
+            remedy = "give --detach, or `holdfast render slurm ... > job.sbatch` and `sbatch job.sbatch`"
+            raise UserError(f"--sbatch --array: the tasks of an array have an output file each; {remedy}")
         if shutil.which("sbatch") is None:
             raise HostError("sbatch was not found: this host has no commands of Slurm, or they are not on PATH")
-        if settings["detach"]:
-            done = _ask("sbatch", "--parsable", text=script)
-            if done.returncode:
-                raise _refusal(done.stderr)
-            stdio.write(sys.stdout, f"{done.stdout.strip()}\n", may_drop=False)
+        submitted = _submitted(script)
+        if detach:
+            stdio.write(sys.stdout, f"{submitted.parsable}\n", may_drop=False)
             return 0
-        return _Submission(script, job).wait()
+        return _Submission(submitted, job).wait()
 
 
 # --- the script: pure -----------------------------------------------------------------------------------------------
@@ -85,7 +119,7 @@ def _check(job: JobSpec) -> None:
         raise UserError("--rdzv-endpoint: on Slurm it needs --rdzv-backend tcp or etcd; leave both out as a rule")
 
 
-def _directives(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _directives(job: JobSpec, settings: SlurmOptions) -> Iterator[tuple[str, str]]:
     low, high = job.min_nodes, job.max_nodes
     yield "--job-name", os.path.basename(job.program[0]) or "holdfast"
     if low == high:
@@ -93,22 +127,28 @@ def _directives(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[tuple[str
         yield "--ntasks-per-node", "1"
     else:
         yield "--nodes", f"{low}-{high}"  # With a number of tasks, Slurm would give no more than the minimum.
-        yield "--no-kill", ""  # A node that Slurm loses does not end the job: the others go on.
+        yield "--no-kill", ""  # A node that Slurm loses does not end the job: the others go on. The step needs it, too.
     yield "--chdir", job.directory
-    yield "--output", settings["output"]
-    for option, name in (("partition", "--partition"), ("account", "--account"), ("time", "--time"),
-                         ("gpus_per_node", "--gpus-per-node"), ("cpus_per_node", "--cpus-per-task")):  # fmt: skip
-        if settings[option]:
-            yield name, settings[option]
-    try:
-        words = shlex.split(settings["sbatch"] or "")
-    except ValueError as error:
-        raise UserError(f"--sbatch {settings['sbatch']!r} cannot be split into words: {error}") from None
-    for word in words:
-        name, _, value = word.partition("=")
+    yield "--output", settings.output
+    yield "--open-mode", "append"  # Slurm would truncate the output of a job that it starts again.
+    own = (
+        ("--partition", settings.partition), ("--account", settings.account), ("--qos", settings.qos),
+        ("--time", settings.time), ("--nodelist", settings.nodelist), ("--exclude", settings.exclude),
+        ("--gpus-per-node", settings.gpus_per_node), ("--cpus-per-task", settings.cpus_per_node),
+    )  # fmt: skip
+    yield from ((name, text) for name, text in own if text)
+    for word in _words("--sbatch", settings.sbatch):
+        name, _, text = word.partition("=")
         if not name.startswith("-"):
             raise UserError(f"--sbatch: write options with an equals sign, as in --qos=high, not {word!r}")
-        yield name, value
+        yield name, text
+
+
+def _words(flag: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{flag} {text!r} cannot be split into words: {error}") from None
 
 
 def _directive(name: str, value: str) -> str:
@@ -128,69 +168,156 @@ def _quoted(word: str) -> str:
     return f"$'{''.join(octets)}'"
 
 
-def _body(job: JobSpec, settings: Mapping[str, Any]) -> Iterator[str]:
+def _body(job: JobSpec, settings: SlurmOptions) -> Iterator[str]:
     given = {option.partition("=")[0] for option in job.options}
     holdfast = " ".join(map(_quoted, job.holdfast))
     yield ""
     yield from (f"export {name}={_quoted(value)}" for name, value in job.environment)
-    yield f"run_id={_quoted(job.run_id)}"
-    yield "# A job that was put back into the queue is a new run."
+    yield "# Each time that Slurm starts this script is a run of its own, and so is each task of an array."
+    yield f"run_id={_quoted(job.run_id if job.is_named else 'slurm')}-${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}"
+    yield 'run_id="$run_id${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"'
     yield '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || run_id="$run_id-requeue$SLURM_RESTART_COUNT"'
     yield ""
     yield "# SIGTERM goes on to the agents, which stop their workers with grace, and ends only the wait below."
     yield "# scancel runs in the background: while Slurm itself ends the job, it takes long to return."
     yield """trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null &' TERM"""
-    if job.max_nodes > 1 and "--token-file" not in given:
+    srun = ["srun", "--ntasks-per-node=1"]
+    if job.min_nodes < job.max_nodes:
+        srun.append("--no-kill")
+    if settings.cpus_per_node:
+        srun.append(f"--cpus-per-task={_quoted(settings.cpus_per_node)}")
+    if job.max_nodes > 1:
         yield ""
-        yield "# A secret that keeps others out of the run, if all nodes can read this directory."
-        yield 'if [ -z "${HOLDFAST_TOKEN:-}" ]; then'
-        yield '    if private=$(mktemp -d "$PWD/.holdfast-XXXXXXXXXX"); then'
-        yield """        trap 'rm -rf "$private"' EXIT"""
-        yield '        token="$private/token"'
-        yield f'        (umask 077 && set -C && {holdfast} token > "$token")'
-        yield '        if [ -s "$token" ] && srun test -r "$token"; then'
-        yield '            export PET_TOKEN_FILE="$token"'
-        yield "        fi"
-        yield "    fi 2> /dev/null"
-        yield "fi"
-    cpus = f" --cpus-per-task={_quoted(settings['cpus_per_node'])}" if settings["cpus_per_node"] else ""
+        yield "# What the nodes share, if all of them can reach this directory: a secret that keeps others out of the"
+        yield "# run, and whether the run has succeeded; srun would report an agent that was lost on the way."
+        yield 'if private=$(mktemp -d "$PWD/.holdfast-XXXXXXXXXX"); then'
+        yield """    trap 'rm -rf "$private"' EXIT"""
+        yield f'    export {SUCCESS_FILE_VARIABLE}="$private/succeeded"; token="$private/token"'
+        if "--token-file" not in given:
+            yield '    if [ -z "${HOLDFAST_TOKEN:-}" ]; then'
+            yield f'        (umask 077 && set -C && {holdfast} token > "$token")'
+            yield '        if [ -s "$token" ] && srun test -r "$token"; then'
+            yield '            export PET_TOKEN_FILE="$token"'
+            yield "        fi"
+            yield "    fi"
+        yield "fi 2> /dev/null"
     own = {f"--rdzv-id={job.run_id}": '"--rdzv-id=$run_id"'}
-    wait, patience = "", []
+    patience = []
     if job.min_nodes == job.max_nodes and "--exit-barrier-timeout" not in given:
         # A run of a fixed size cannot go on without one of its agents, and Slurm starts no other. It does not ask how
         # an agent has ended, so those that have succeeded must wait for the others.
-        wait, patience = f" --wait={_LAST_AGENTS_S}", [LONG_EXIT_BARRIER]
+        srun.append(f"--wait={_LAST_AGENTS_S}")
+        patience = [LONG_EXIT_BARRIER]
     words = [own.get(word) or _quoted(word) for word in job.agent_command(*patience, *job.prefix_options)]
     yield ""
+    before = [f"{{ {settings.setup}\n}} || exit"] if settings.setup else []
     if job.has_prefixes:
         yield "# Lines of workers begin with their node and rank."
         template = prefix_template("$SLURMD_NODENAME").replace("${rank}", "\\${rank}")
-        words = ["bash", "-c", f"""'export {PREFIX_VARIABLE}="{template}"; exec "$@"'""", "agent", *words]
-    yield f"srun --ntasks-per-node=1{wait}{cpus} {' '.join(words)} &"
+        before.append(f'export {PREFIX_VARIABLE}="{template}"')
+    if before:
+        before.append('exec "$@"')
+        words = ["bash", "-c", _quoted("\n".join(before) if settings.setup else "; ".join(before)), "agent", *words]
+    yield f"{' '.join([*srun, *map(_quoted, _words('--srun', settings.srun)), *words])} &"
     yield "agents=$!"
     yield 'wait "$agents"; code=$?'
     yield 'while kill -0 "$agents" 2> /dev/null; do wait "$agents"; code=$?; done'
+    if job.max_nodes > 1:
+        yield f'[ ! -e "${{{SUCCESS_FILE_VARIABLE}:-}}" ] || code=0'
+    yield f'echo "{_LAST_LINE.format("$SLURM_JOB_ID")}$code"'
     yield 'exit "$code"'
 
 
 # --- submit ---------------------------------------------------------------------------------------------------------
 
 
-def _refusal(text: str) -> UserError:
-    return UserError(f"Slurm refused the job: {_last_line(text) or 'sbatch did not say why'}")
+def _refusal(text: str) -> HoldfastError:
+    """What sbatch has said, which ends with a hint at its help."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Try ")]
+    said = lines[-1].removeprefix("sbatch: ").removeprefix("error: ") if lines else "sbatch did not say why"
+    return HostError(f"Slurm cannot be asked: {said}") if _TROUBLE.search(said) else UserError(
+        f"Slurm refused the job: {said}")  # fmt: skip
 
 
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("sbatch: ").removeprefix("error: ") if lines else ""
+@frozen
+class _SlurmJob:
+    """`cluster` is empty for the cluster that Slurm's commands ask by default. Each cluster has its own numbers."""
+
+    number: str
+    cluster: str
+
+    def __str__(self) -> str:
+        return f"{self.number} of cluster {self.cluster}" if self.cluster else self.number
+
+    @property
+    def parsable(self) -> str:
+        return f"{self.number};{self.cluster}" if self.cluster else self.number
+
+    @property
+    def words(self) -> list[str]:
+        """For a command of Slurm."""
+        return [*([f"--clusters={self.cluster}"] if self.cluster else []), self.number]
+
+    def facts(self) -> dict[str, str] | None:
+        """What Slurm knows of the job, by its own names; nothing if it has forgotten the job, None if it does not
+        answer."""
+        *where, number = self.words
+        try:
+            done = _ask("scontrol", *where, "show", "job", number)
+        except HostError:
+            return None
+        if done.returncode:
+            return {} if "Invalid job id" in done.stderr else None
+        first = done.stdout.partition("\n\n")[0]  # Of an array or a heterogeneous job, which has several.
+        return dict(re.findall(r"(\w+)=(.*?)(?=\s+\S+?=|\s*$)", first, re.MULTILINE))
+
+
+def _submitted(script: str) -> _SlurmJob:
+    """A controller that is down makes sbatch try for a while. A signal waits for the id, within limits: the job that
+    sbatch submits at this moment has to be cancelled by its id."""
+    box, ends_at = signals.inbox(), float("inf")
+    # In a session of its own, so that Ctrl-C does not end it.
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **_TEXT}
+    sbatch = subprocess.Popen(["sbatch", "--parsable"], start_new_session=True, **pipes)
+    watch = os.pidfd_open(sbatch.pid)
+    try:
+        with contextlib.suppress(BrokenPipeError):  # It has given up, and says why.
+            assert sbatch.stdin is not None
+            sbatch.stdin.write(script)
+            sbatch.stdin.close()
+        sbatch.stdin = None
+        while sbatch.poll() is None:
+            left_s = None if ends_at == float("inf") else ends_at - time.monotonic()
+            loop.wait_readable([watch], left_s, new_signals_only=left_s is not None)
+            if box.has_pending:
+                ends_at = min(ends_at, time.monotonic() + _LAST_ANSWER_S)
+            if time.monotonic() >= ends_at or box.wants_haste:
+                box.raise_pending()
+        said, problem = sbatch.communicate()
+    finally:
+        sbatch.kill()
+        sbatch.wait()
+        os.close(watch)
+    if sbatch.returncode < 0:
+        raise HostError(
+            f"sbatch was killed by {signals.signal_name(-sbatch.returncode)}; `squeue --me` shows your jobs"
+        )
+    if sbatch.returncode:
+        raise _refusal(problem)
+    number, _, cluster = said.strip().partition(";")
+    return _SlurmJob(number, cluster)
 
 
 class _Output:
-    """Shows what the job writes to its output file. Slurm makes the file when the job starts."""
+    """Shows what the job writes to its output file. Slurm makes the file when the job starts. `has_said_end`: the
+    script has said that the agents have ended."""
 
-    def __init__(self, path: str, *, has_prefixes: bool) -> None:
+    def __init__(self, path: str, number: str, *, has_prefixes: bool) -> None:
         self._path, self._is_over = path, threading.Event()
         self._file: IO[bytes] | None = None
+        self._last_line = _LAST_LINE.format(number).encode()
+        self.has_said_end = False
+        self._lost: dict[bytes, str] = {}  # The hosts of lost nodes, by the ids of these.
         self._console = EngineConsole(has_prefixes=has_prefixes)
         self._reader = threading.Thread(target=self._read_all, name="holdfast-output", daemon=True)
         self._reader.start()
@@ -210,9 +337,18 @@ class _Output:
         self._show(held.flush())
 
     def _show(self, lines: bytes) -> None:
+        self._lost |= {found[1]: found[2].decode() for found in _LOST.finditer(lines)}
+        if self._last_line in lines:
+            self.has_said_end = True
+            lines = b"".join(line for line in lines.splitlines(keepends=True) if not line.startswith(self._last_line))
         is_written = threading.Event()
         self._console.write("", [("stdout", lines)], is_written.set)
         is_written.wait()
+
+    def losses(self) -> dict[str, int]:
+        """How often each host was lost, if more than once."""
+        counts = Counter(self._lost.values())
+        return {host: count for host, count in sorted(counts.items()) if count > _MOST_LOSSES}
 
     def close(self) -> None:
         self._is_over.set()
@@ -223,157 +359,111 @@ class _Output:
         self._console.close()
 
 
-@frozen
-class _SlurmJob:
-    """`cluster` is empty for the cluster that Slurm's commands ask by default. Each cluster has its own numbers."""
-
-    number: str
-    cluster: str
-
-    def __str__(self) -> str:
-        return f"{self.number} of cluster {self.cluster}" if self.cluster else self.number
-
-    @property
-    def words(self) -> list[str]:
-        """For a command of Slurm."""
-        return [*([f"--clusters={self.cluster}"] if self.cluster else []), self.number]
-
-    def facts(self) -> dict[str, str]:
-        """What Slurm knows of the job, by its own names; nothing if it does not answer or has forgotten the job."""
-        *where, number = self.words
-        try:
-            lines = _ask("scontrol", *where, "show", "job", number).stdout.splitlines()
-        except HostError:
-            return {}
-        return {name: value for line in lines for name, value in re.findall(r"(\w+)=(.*?)(?=\s+\S+?=|\s*$)", line)}
-
-
 class _Submission:
     """One job from its submission to its end. Signals are noted in the inbox, and handled between two looks."""
 
-    def __init__(self, script: str, job: JobSpec) -> None:
-        self._has_prefixes = job.has_prefixes
-        self._reason, self._next_question = "", time.monotonic() + _QUEUE_LOOK_S
-        self._stopped_by: signal.Signals | None = None
-        # In a session of its own, so that Ctrl-C does not end it: it is what knows when the job is over.
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **_TEXT}
-        self._sbatch = subprocess.Popen(["sbatch", "--wait", "--parsable"], start_new_session=True, **pipes)
-        self._watch = os.pidfd_open(self._sbatch.pid)
-        try:
-            self._job = self._submit(script)
-            self._path = self._job.facts().get("StdOut", "")
-        except BaseException:
-            self._end_sbatch()
-            raise
-        log.info("submitted as Slurm job %s, run %r; its output goes to %s", self._job, job.run_id, self._path)
-
-    def _submit(self, script: str) -> _SlurmJob:
-        """sbatch prints the id and then waits. A controller that is down makes it try for a while. A signal waits for
-        the id, too, within limits: the job that sbatch submits at this moment has to be cancelled by its id."""
-        into, out, box = self._sbatch.stdin, self._sbatch.stdout, signals.inbox()
-        assert into is not None
-        assert out is not None
-        try:
-            into.write(script)
-            into.close()
-        except BrokenPipeError:
-            pass  # It has given up, and says why.
-        self._sbatch.stdin = None
-        ends_at = float("inf")
-        while not loop.is_readable(out.fileno()) and self._sbatch.poll() is None:
-            left_s = None if ends_at == float("inf") else ends_at - time.monotonic()
-            loop.wait_readable([out.fileno(), self._watch], left_s, new_signals_only=left_s is not None)
-            if box.has_pending:
-                ends_at = min(ends_at, time.monotonic() + _LAST_ANSWER_S)
-            if time.monotonic() >= ends_at or box.wants_haste:
-                box.raise_pending()
-        number, _, cluster = out.readline().strip().partition(";")
-        if not number:
-            _, problem = self._sbatch.communicate(timeout=_ANSWER_TIMEOUT_S)
-            raise _refusal(problem)
-        return _SlurmJob(number, cluster)
+    def __init__(self, submitted: _SlurmJob, job: JobSpec) -> None:
+        self._job = submitted
+        self._said, self._stopped_by = "", None  # type: tuple[str, signal.Signals | None]
+        self._path = (submitted.facts() or {}).get("StdOut", "")
+        run_id = f"{job.run_id if job.is_named else 'slurm'}-{submitted.number}"
+        log.info("submitted as Slurm job %s, run %r; its output goes to %s", submitted, run_id, self._path)
+        self._output = _Output(self._path, submitted.number, has_prefixes=job.has_prefixes)
 
     def wait(self) -> int:
         """The job's exit code, when it has ended."""
-        self._output = _Output(self._path, has_prefixes=self._has_prefixes)
         try:
             facts = self._await_end()
         finally:
-            self._end_sbatch()
             self._output.close()
+        if self._output.losses():
+            log.warning("%s", self._excluded)
         return self._code(facts)
 
-    def _end_sbatch(self) -> None:
-        self._sbatch.kill()
-        self._sbatch.wait()
-        os.close(self._watch)
-
-    def _await_end(self) -> dict[str, str]:
+    def _await_end(self) -> Mapping[str, str]:
         """What Slurm knows of the job then."""
-        box = signals.inbox()
-        while self._sbatch.poll() is None:
-            loop.wait_readable([self._watch], _LOOK_AGAIN_S)
-            if (number := box.take()) is not None and self._is_enough(number):
-                return {}
-            if time.monotonic() > self._next_question and self._is_over():
-                self._sbatch.kill()
-        # The job's processes may end a moment after sbatch has noticed.
-        ends = time.monotonic() + _ANSWER_TIMEOUT_S
-        while (facts := self._job.facts()).get("JobState") == "COMPLETING" and time.monotonic() < ends:
+        box, ask_at = signals.inbox(), time.monotonic() + _LOOK_AGAIN_S
+        while True:
             loop.wait_readable([], _LOOK_AGAIN_S)
-            if box.has_pending and self._stopped_by is not None:
-                break
-        return facts
+            if (number := box.take()) is not None:
+                if self._is_enough(number):
+                    return {}
+                ask_at = 0.0
+            if time.monotonic() < ask_at and not self._output.has_said_end:
+                continue
+            facts = self._job.facts()
+            state = (facts or {}).get("JobState", "")
+            if facts == {}:
+                return facts
+            if facts is not None and state not in _GOING_ON:
+                return facts
+            self._tell(facts or {}, state)
+            is_ending = self._stopped_by is not None or state == "COMPLETING"
+            self._output.has_said_end &= state in ("RUNNING", "COMPLETING")  # Slurm may start the job once more.
+            ask_at = time.monotonic() + (_LOOK_AGAIN_S if is_ending else _ASK_AGAIN_S)
 
-    def _is_over(self) -> bool:
-        """Whether a job that was cancelled has ended: sbatch itself looks only every ten seconds. Of a job that has not
-        started, say why it waits."""
-        self._next_question = time.monotonic() + (_LOOK_AGAIN_S if self._stopped_by else _QUEUE_LOOK_AGAIN_S)
-        if self._stopped_by is None and self._output.is_found:
-            return False
-        facts = self._job.facts()
-        state, reason = facts.get("JobState", ""), facts.get("Reason", "None")
-        if state == "PENDING" and reason not in ("None", self._reason):
-            self._reason = reason
-            log.info("Slurm job %s waits in the queue: %s", self._job, reason)
-        return self._stopped_by is not None and state not in _GOING_ON
+    def _tell(self, facts: Mapping[str, str], state: str) -> None:
+        """Of a job that has not started, why it waits, and whether it waits again."""
+        reason = facts.get("Reason", "None")
+        if state != "PENDING":
+            self._said = ""
+        elif reason not in ("None", self._said) and self._stopped_by is None:
+            again = "is back in the queue" if int(facts.get("Restarts", "0")) else "waits in the queue"
+            self._said = reason
+            log.info("Slurm job %s %s: %s", self._job, again, reason)
+            self._exclude(facts)
+
+    def _exclude(self, facts: Mapping[str, str]) -> None:
+        """Slurm changes the list of a job that waits alone."""
+        listed = [name for name in facts.get("ExcNodeList", "").split(",") if name not in ("", "(null)")]
+        new = [host for host in self._output.losses() if host not in listed]
+        if not new:
+            return
+        *where, number = self._job.words
+        done = _ask("scontrol", *where, "update", f"JobId={number}", f"ExcNodeList={','.join([*listed, *new])}")
+        if done.returncode:
+            log.warning("cannot exclude %s: %s", ", ".join(new), done.stderr.strip().rpartition("\n")[2])
+        else:
+            log.warning("%s: the job does not start there again", self._excluded)
+
+    @property
+    def _excluded(self) -> str:
+        return f"exclude: {', '.join(f'{host} ({count} losses)' for host, count in self._output.losses().items())}"
 
     def _is_enough(self, number: signal.Signals) -> bool:
         """The first signal cancels the job, the second ends the wait for its end."""
         is_first, self._stopped_by = self._stopped_by is None, number
         if not is_first:
             return True
-        self._next_question = time.monotonic() + _LOOK_AGAIN_S
         log.warning("got %s, cancelling Slurm job %s", number.name, self._job)
         done = _ask("scancel", *self._job.words)
         if done.returncode:
-            log.error("cannot cancel it: %s", _last_line(done.stderr))
+            log.error("cannot cancel it: %s", done.stderr.strip().rpartition("\n")[2])
         return bool(done.returncode)
 
     def _code(self, facts: Mapping[str, str]) -> int:
         state = facts.get("JobState", "")
+        if state and state not in ("COMPLETED", "FAILED"):
+            log.warning("Slurm job %s ended as %s", self._job, state)
         if self._stopped_by is not None:
-            if state and state not in _GOING_ON:
-                log.warning("Slurm job %s ended as %s", self._job, state)
             return 128 + self._stopped_by
-        if self._sbatch.returncode < 0 and (not state or state in _GOING_ON):
-            way_out = f"if the job goes on, `scancel {' '.join(self._job.words)}` ends it"
-            raise HostError(f"sbatch, which waits for the end of Slurm job {self._job}, was killed; {way_out}")
+        if not state:
+            raise HostError(f"Slurm does not know job {self._job} any more; `sacct -j {self._job.number}` may")
         if not self._output.is_found:
             log.warning("the job's output file %s cannot be read from here", self._path)
-        code, _, number = facts.get("ExitCode", f"{self._sbatch.returncode}:0").partition(":")
-        if state not in ("COMPLETED", "FAILED", ""):
-            log.warning("Slurm job %s ended as %s", self._job, state)
-        if int(code) or state in ("COMPLETED", ""):
+        code, _, number = facts.get("ExitCode", "1:0").partition(":")
+        if int(code) or state == "COMPLETED":
             return int(code)
         is_stopped = state in ("CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE")
         return 128 + (int(number) or signal.SIGTERM) if is_stopped else 1
 
 
-def _ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
+def _ask(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm that answers at once."""
     try:
-        return subprocess.run(command, input=text, capture_output=True, timeout=_ANSWER_TIMEOUT_S, **_TEXT)
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_TIMEOUT_S, **_TEXT
+        )
     except subprocess.TimeoutExpired:
         raise HostError(f"{command[0]} has not answered within {_ANSWER_TIMEOUT_S:g} s") from None
     except OSError as error:

@@ -53,12 +53,16 @@ for _kind in (
     stragglers.Rate,
     status.WorkerStatus,
     status.Output,
+    status.SnapshotStatus,
     status.AgentStatus,
     status.NodeStatus,
     status.Refusal,
     status.HeldNode,
     status.StoryLine,
     status.RunStatus,
+    status.SnapshotStatus,
+    status.HeldParts,
+    status.SnapshotList,
 ):
     _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
 

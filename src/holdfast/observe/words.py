@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast import escape, signals
 from holdfast.observe.run_view import RunView
 from holdfast.telemetry.history import HistoryStatus
 from holdfast.telemetry.status import AgentStatus, WorkerStatus
-from holdfast.text import plural
+from holdfast.text import plural, size_text
 
 _WIDEST_CELL = 60
 _RESTARTS = {
@@ -76,6 +76,17 @@ def history_line(history: HistoryStatus) -> str:
     if not history.is_whole:
         line += f" (of the last {age_text(history.wall_s)}, earlier rounds are not known)"
     return line
+
+
+def snapshot_line(agents: Iterable[AgentStatus]) -> str:
+    """The newest step that all of these nodes have; empty if a node has none."""
+    told = [agent.snapshots for agent in agents if agent.workers]
+    known = [each for each in told if each is not None and each.step is not None]
+    if not known or len(known) < len(told):
+        return ""
+    oldest = min(known, key=lambda each: each.step or 0)
+    used = size_text(sum(each.used_bytes for each in known))
+    return f"snapshot of step {oldest.step}, saved {age_text(oldest.age_s)} ago ({used} in memory)"
 
 
 def rank_text(rank: int | None) -> str:

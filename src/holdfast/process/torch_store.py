@@ -62,8 +62,7 @@ class _Incomplete(Exception):  # noqa: N818
 
 class Client:
     """One connection. `operation` is the number of the request that is being read, -1 between two. `missing` are the
-    keys of a `WAIT` that is not answered yet. `barrier` is the key of a `BARRIER` that is not answered yet, with the
-    number that its counter must reach."""
+    keys of a `WAIT` that is not answered yet. `barrier` is the key of a `BARRIER` that is not answered yet."""
 
     __slots__ = ("at", "barrier", "begun", "count", "input", "is_validated", "later", "missing", "name", "needed",
                  "operation", "output", "size", "taken")  # fmt: skip
@@ -80,7 +79,7 @@ class Client:
         self.taken: list[bytes] = []  # Of these texts, those that have come.
         self.size = 0  # Of them together.
         self.missing: set[bytes] = set()
-        self.barrier: tuple[bytes, int] | None = None
+        self.barrier: bytes | None = None
         self.is_validated = False
 
 
@@ -91,6 +90,8 @@ class TorchStore:
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waiting: dict[bytes, dict[Client, None]] = {}  # By key, in order of arrival.
+        # By key, the numbers that its counter must reach, by client, and one that none of them is below.
+        self._barriers: dict[bytes, tuple[int, dict[Client, int]]] = {}
         self._size = 0
         self._woken: list[Client] = []
         self._operations: dict[int, Callable[[Client], bytes]] = {
@@ -316,8 +317,10 @@ class TorchStore:
         if self._increase(key, 1) >= world:
             return _DONE
         self._stop_waiting(client)
-        client.barrier = key, world
-        self._waiting.setdefault(key, {})[client] = None
+        client.barrier = key
+        least, waiting = self._barriers.get(key, (world, {}))
+        waiting[client] = world
+        self._barriers[key] = min(least, world), waiting
         return b""
 
     # Data and the clients that wait for it.
@@ -343,6 +346,8 @@ class TorchStore:
         if key in self._waiting:
             for waiting in [*self._waiting[key]]:
                 self._arrived(key, waiting)
+        if key in self._barriers and value.isdigit() and int(value) >= self._barriers[key][0]:
+            self._reached(key, int(value))
 
     def _grow(self, size: int) -> None:
         if self._size + size > MAX_STORE_BYTES:
@@ -351,22 +356,34 @@ class TorchStore:
 
     def _arrived(self, key: bytes, client: Client) -> None:
         """A key that the client waits for has been written."""
-        if client.barrier is not None:
-            value = self._values.get(key, b"")
-            if not value.isdigit() or int(value) < client.barrier[1]:
-                return
-            client.barrier = None
         client.missing.discard(key)
         self._forget_waiting(key, client)
         if not client.missing:
             client.output += _DONE
             self._woken.append(client)
 
+    def _reached(self, key: bytes, number: int) -> None:
+        """The counter of a barrier has that value."""
+        _, waiting = self._barriers.pop(key)
+        left = {}
+        for client, world in waiting.items():
+            if world > number:
+                left[client] = world
+                continue
+            client.barrier = None
+            client.output += _DONE
+            self._woken.append(client)
+        if left:
+            self._barriers[key] = min(left.values()), left
+
     def _stop_waiting(self, client: Client) -> None:
         for key in client.missing:
             self._forget_waiting(key, client)
         if client.barrier is not None:
-            self._forget_waiting(client.barrier[0], client)
+            waiting = self._barriers[client.barrier][1]
+            del waiting[client]
+            if not waiting:
+                del self._barriers[client.barrier]
         client.missing, client.barrier = set(), None
 
     def _forget_waiting(self, key: bytes, client: Client) -> None:

@@ -43,7 +43,16 @@ class JoinFailed:
     error: BaseException
 
 
-AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed | SnapshotOrder
+@frozen
+class ExportRequested:
+    """A person wants the parts of a snapshot that are on this node as files. `then` gets the problems."""
+
+    snapshot: tuple[int, int, int, int, bool]
+    directory: str
+    then: Callable[[list[str]], None]
+
+
+AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed | SnapshotOrder | ExportRequested
 
 
 class Mailbox(Generic[Item]):
@@ -84,10 +93,11 @@ class Coordination(abc.ABC):
     yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
     `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
-    failure and before it joins again; and before each join `held`, the snapshots that this node has, and
-    `snapshot_port`, where its transfer process serves them (0: nowhere)."""
+    failure and before it joins again; and before each join `held`, the snapshots that this node has. `has_snapshots`:
+    its workers may save some. Then `snapshot_port` is where its transfer process serves them (0: nowhere)."""
 
     has_leases = False
+    has_snapshots = False
     joined: str | None = None
 
     def __init__(self) -> None:
@@ -120,6 +130,11 @@ class Coordination(abc.ABC):
         """The descriptor of a socket that listens at the master port of the round, on the node of rank 0. Raises
         OSError."""
         raise HostError("this node does not hold the master port")
+
+    def snapshot_listener(self) -> tuple[int, bytes] | None:
+        """A descriptor that listens at `snapshot_port`, for the caller to close, and the key with which peers prove
+        themselves. None if no peer may fetch snapshots from this node."""
+        return None
 
     @abc.abstractmethod
     def report_failure(self, round: int, failure: Failure) -> None:
@@ -159,6 +174,10 @@ class Coordination(abc.ABC):
     def request_close(self, reason: str) -> None:
         """The agent's loop gets `CloseRequested`, and then calls `close_run`."""
         self._mailbox.put(CloseRequested(reason))
+
+    def request_export(self, request: ExportRequested) -> None:
+        """The agent's loop gets it."""
+        self._mailbox.put(request)
 
     def close_run(self, reason: str) -> None:
         """End the run. Without a coordinator that is this node's part of it. `Ended` is pushed."""

@@ -27,7 +27,7 @@ from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.client.thread import Client, Locator
 from holdfast.rendezvous.coordination import Answering, Coordination, JoinFailed
 from holdfast.rendezvous.coordinator import launch
-from holdfast.rendezvous.membership import model, node, protocol, snapshots
+from holdfast.rendezvous.membership import keys, model, node, protocol, snapshots
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.settings import NodeSettings
@@ -75,7 +75,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._other_scripts: set[str] = set()  # Digests that a warning was about.
         self._error: Exception | None = None
         self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
-        self._held_at = ""
+        self._held_at, self._snapshot_fd = "", -1
         self._last_round = 0
         self._leaving_at: float | None = None
         self._lease_until: float | None = None
@@ -129,6 +129,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._client = None
         for each in (self._held, self._held_free):
             each.release()
+        if self._snapshot_fd >= 0:
+            os.close(self._snapshot_fd)
+            self._snapshot_fd = -1
         self._fail(api.RendezvousConnectionError(f"the rendezvous of run {self._run_id!r} was shut down"))
         return True
 
@@ -169,7 +172,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             digest = digest_of(self._script) if options.max_nodes > 1 else ""
             self._facts = replace(self._facts, address=options.local_addr or self._find_address(), script=digest)
             self._held_at = _numeric(self._facts.address)
-            settings.warn_of_token(options.token, self._facts.address)
+            if "HOLDFAST_BRIEF" not in os.environ:
+                settings.warn_of_token(options.token, self._facts.address)
             locator = self._make_locator(self._facts)
             lease = NodeLease(options.lease, may_outlive_lease=options.on_isolation == "continue")
             participant = node.Participant(self._facts, options.settings(self._policy), lease)
@@ -201,11 +205,30 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             # The user says that others reach this node there, which may be so although no interface has the address.
             for each in ports:
                 each.renew("")
+        self._listen_for_snapshots()
         said = (failure and protocol.clipped(failure), self.advance)
         held = snapshots.limited(self.held)
         asked = node.JoinRequested(self._held.number, *said, self._held_free.number, held, self.snapshot_port)
         if not client.post(asked) and self._error is not None:
             self._fail(self._error)
+
+    def _listen_for_snapshots(self) -> None:
+        """Once, if other nodes may fetch from this one: they have to prove the token."""
+        options = self._options
+        if self._snapshot_fd >= 0 or not self.has_snapshots or options.max_nodes < 2 or options.token is None:
+            return
+        port = endpoints.HeldPort()
+        try:
+            port.renew(self._held_at)
+            self._snapshot_fd, self.snapshot_port = port.listen(), port.number
+        except (HostError, OSError) as error:
+            logger.warning("no other node can fetch snapshots from this one: %s", error)
+        port.release()
+
+    def snapshot_listener(self) -> tuple[int, bytes] | None:
+        if self._snapshot_fd < 0 or self._options.token is None:
+            return None
+        return os.dup(self._snapshot_fd), keys.snapshot_key(self._options.token, self._run_id)
 
     def found(self, sealed: model.Sealed) -> api.RendezvousInfo:
         assert self._client is not None
@@ -335,7 +358,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                 self.outcome = outcome
                 if not self._last_round:
                     news = f"has ended before this node had a place in it: {outcome.reason}"
-                    logger.warning("run %r %s; a new run needs another --rdzv-id", self._run_id, news)
+                    logger.warning("run %r %s; this run id cannot be used again", self._run_id, news)
             case model.Sealed(_, place):
                 self._last_round = place.round
                 self._compare_script(place)

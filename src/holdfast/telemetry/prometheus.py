@@ -81,6 +81,10 @@ def _output(name: str) -> Callable[[Status], Samples]:
     return lambda status: [((stream,), counts[name]) for stream, counts in status["output"].items()]
 
 
+def _snapshots(name: str) -> Callable[[Status], Samples]:
+    return lambda status: [((), status["snapshots"][name])] if status["snapshots"] else []
+
+
 def _info(status: Status) -> Samples:
     return [((status["host"], status["node_id"], status["role"]), 1)]
 
@@ -122,6 +126,10 @@ AGENT = (
         _of_worker("progress_age_s"), ("rank",)),
     Row("holdfast_agent_log_lines_total", "Lines of the workers that holdfast copied.", _output("lines"), ("stream",)),
     Row("holdfast_agent_log_bytes_total", "Bytes of the workers that holdfast copied.", _output("bytes"), ("stream",)),
+    Row("holdfast_agent_snapshot_step", "The newest step that all workers of this node have saved.",
+        _snapshots("step")),
+    Row("holdfast_agent_snapshot_age_seconds", "Time since that step was saved.", _snapshots("age_s")),
+    Row("holdfast_agent_snapshot_bytes", "Memory of this node's snapshots.", _snapshots("used_bytes")),
 )  # fmt: skip
 
 RUN = (

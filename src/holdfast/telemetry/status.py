@@ -66,11 +66,24 @@ class Output:
 
 
 @frozen
+class SnapshotStatus:
+    """What the workers of a node have saved. A restart would load `step`, as far as this node knows, which was saved
+    `age_s` ago. `used_bytes` of `limit_bytes` are in use. `steps_lost` were computed again so far after failures, or
+    would be; None if that is not known."""
+
+    step: wire.Count | None = None
+    age_s: wire.Seconds | None = None
+    used_bytes: wire.Count = 0
+    limit_bytes: wire.Count = 0
+    steps_lost: wire.Count | None = None
+
+
+@frozen
 class AgentStatus:
     """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
     machine (`lifecycle.Step`). `node_id` is its name in the run, if it has one. `failed` are the last workers that
-    failed, of this round and earlier ones. `past` is the history of this node. `age_s`, `waiting_for`, `history` and
-    `output` are filled in when the status is told."""
+    failed, of this round and earlier ones. `past` is the history of this node. `age_s`, `waiting_for`, `history`,
+    `output` and `snapshots` are filled in when the status is told."""
 
     run_id: str = ""
     role: str = ""
@@ -93,6 +106,7 @@ class AgentStatus:
     waiting_for: str | None = None
     history: HistoryStatus = HistoryStatus()
     output: Mapping[str, Output] = field(default_factory=dict)
+    snapshots: SnapshotStatus | None = None
 
     def told(
         self,
@@ -198,6 +212,33 @@ class RunStatus:
     end: str | None = None
     end_reason: str | None = None
     history: HistoryStatus = HistoryStatus()
+
+
+@frozen
+class HeldParts:
+    """Parts of one snapshot that a node has: of its own workers in `memory`, of other nodes (`copy`), or on `disk`.
+    `ranks` are ranges: the first, and how many. `age_s`: since the last of them was saved."""
+
+    term: wire.Count = 0
+    round: wire.Count = 0
+    step: wire.Count = 0
+    world_size: wire.Count = 0
+    is_replicated: bool = False
+    ranks: tuple[tuple[wire.Count, wire.Count], ...] = ()
+    bytes: wire.Count = 0
+    age_s: wire.Seconds = 0.0
+    where: str = ""
+
+
+@frozen
+class SnapshotList:
+    """The snapshots of one node. `used_bytes` of the `limit_bytes` that slots may have are in use; `directory` is where
+    it writes them."""
+
+    used_bytes: wire.Count = 0
+    limit_bytes: wire.Count = 0
+    directory: str = ""
+    parts: tuple[HeldParts, ...] = ()
 
 
 def plain(value: Any) -> Any:

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.cli import console
-from holdfast.cli.arguments.options import HELP_ALL, INFORMATION, OPTIONS, PROGRAM, USAGE, Option, RunArguments
+from holdfast.cli.arguments.options import HELP_ALL, INFORMATION, OPTIONS, PROGRAM, USAGE, RunArguments
+from holdfast.option import Option
 from holdfast.process import adoption
 
 # Options of other launchers that have no counterpart, and what to do instead.
@@ -178,16 +179,16 @@ class _Scanner:
         """The texts of a list that is given in parts are one text."""
         lists: dict[Option, list[str]] = {}
         for option, text in given:
-            if option.is_list:
+            if option.joined_by:
                 lists.setdefault(option, []).append(text or "")
-        others = [each for each in given if not each[0].is_list]
-        return [*others, *((option, ",".join(texts)) for option, texts in lists.items())]
+        others = [each for each in given if not each[0].joined_by]
+        return [*others, *((option, option.joined_by.join(texts)) for option, texts in lists.items())]
 
     def _long_option(self, token: str, left: list[str]) -> Iterator[tuple[Option, str | None]]:
         name, equals, value = token.partition("=")
         option = self._resolve(name)
         if not option.is_flag:
-            yield option, value if equals else self._next_value(name, left)
+            yield option, value if equals else self._next_value(option, name, left)
         elif equals:
             raise UsageError(f"{name} is on or off and takes no value, not {value!r}")
         else:
@@ -208,14 +209,14 @@ class _Scanner:
                     f"unknown option {word}{suggestion}" if is_one else f"unknown option -{letter} in {word}"
                 )
             if not option.is_flag:
-                yield option, letters.removeprefix("=") or self._next_value(f"-{letter}", left)
+                yield option, letters.removeprefix("=") or self._next_value(option, f"-{letter}", left)
                 return
             yield option, None
 
-    def _next_value(self, name: str, left: list[str]) -> str:
+    def _next_value(self, option: Option, name: str, left: list[str]) -> str:
         if not left:
             raise UsageError(f"{name} needs a value")
-        if _looks_like_option(left[0]):
+        if _looks_like_option(left[0]) and not option.takes_dashes:
             raise UsageError(f"{name} needs a value, but {left[0]} follows (write {name}={left[0]} if it is meant)")
         return left.pop(0)
 

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import UserError
 from holdfast.hosts import engine_detection
-from holdfast.hosts.engine_detection import Contradiction, Found, LeftAlone
+from holdfast.hosts.engine_detection import Found, LeftAlone, Refused
+from holdfast.hosts.own_lines import PREFIX_VARIABLE
 from holdfast.log import Logger
+from holdfast.process.spawner.client import BRIEF_VARIABLE
+from holdfast.rendezvous.coordinator.launch import JOB_PID_VARIABLE
+from holdfast.text import plural
 
 if TYPE_CHECKING:
     from holdfast.cli.arguments.options import RunArguments
@@ -35,9 +39,12 @@ def complete(args: RunArguments) -> None:
     match engine_detection.found(os.environ, _node_file()):
         case LeftAlone(advice, is_first) if is_first and asked != (1, 1):
             log.warning("%s", advice)
-        case Contradiction(text) if asked != (1, 1):
-            raise UserError(f"variables of the environment contradict each other: {text} (--no-detect ignores them)")
-        case Found() as it if asked is not None or not it.needs_nnodes:
+        case Refused(text, is_first) if asked != (1, 1):
+            raise UserError(text if is_first else "this task was not started; the first task says why")
+        case Found() as it if asked is None and it.needs_nnodes:
+            remedy = f"give --nnodes {it.nodes} if this is a task on each of them, or --nnodes 1 for this host alone"
+            raise UserError(f"{it.what} has {it.nodes} hosts: {remedy}")
+        case Found() as it:
             least, most = asked or (it.nodes, it.nodes)
             if least > it.nodes:
                 raise UserError(f"--nnodes {args.nnodes}, but {it.what} has {it.nodes} (--no-detect ignores that)")
@@ -57,11 +64,24 @@ def _take(args: RunArguments, given: Mapping[str, str], it: Found, least: int, m
         if "rdzv_id" not in given:
             args.rdzv_id = it.run_id
         said += [f"node {it.rank} of {it.nodes}", f"meeting at {args.rdzv_endpoint}"]
+        if it.shares_console:
+            _share_console(args, given, it.rank)
     if it.workers and "nproc_per_node" not in given:
         args.nproc_per_node = str(it.workers)
-        said.append(f"{it.workers} workers ({it.workers_variable})")
+        said.append(f"{plural(it.workers, 'worker')} ({it.workers_variable})")
     if said:
         log.info("%s: %s", it.what, ", ".join(said))
+
+
+def _share_console(args: RunArguments, given: Mapping[str, str], rank: int) -> None:
+    """The engine shows the output of all nodes together. A coordinator that this node starts ends with the task."""
+    if "prefix" not in given:
+        args.prefix = "always"
+        os.environ.setdefault(PREFIX_VARIABLE, "[${hostname}:${rank}] ")
+    if rank:
+        os.environ[BRIEF_VARIABLE] = "1"
+    if os.getppid() > 1:
+        os.environ.setdefault(JOB_PID_VARIABLE, str(os.getppid()))
 
 
 def _node_file() -> str:

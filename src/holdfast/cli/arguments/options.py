@@ -4,226 +4,31 @@ The scanner, the argparse parser, the `PET_*` environment variables, the text of
 the declarations. `run.py` hands the values on, field by field.
 """
 
-# ruff: noqa: A002  (`help` is the usual name)
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
+from holdfast.cli.arguments.values import (
+    address,
+    duration_above_0_s,
+    duration_s,
+    exit_codes,
+    host_and_port,
+    module_names,
+    names,
+    port,
+    ranks,
+    seconds_above_0,
+    signal_names,
+    signals_of_progress,
+    size_bytes,
+    streams,
+)
 from holdfast.errors import UserError
-from holdfast.frozen import frozen
-
-if TYPE_CHECKING:
-    from holdfast.hangs.policy import Signal
-    from holdfast.process.output.logs import Std
+from holdfast.option import Option, Options, count, flag, optional, second_name, texts, value
 
 PROGRAM = "holdfast run"
 USAGE = "holdfast run [options] script [arguments of the script]"
-_YES_OR_NO = {**dict.fromkeys(("1", "true", "yes"), True), **dict.fromkeys(("0", "false", "no"), False)}
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LONGEST_NUMBER = 18
-
-T = TypeVar("T")
-
-
-# --- from a text to a value: ValueError says what is wrong with the text ----------------------------------------
-
-
-def duration_s(text: str) -> float:
-    """`90`, `90s`, `1.5m`, `2h` as seconds."""
-    word = text.strip().lower()
-    unit_s = _UNITS_S.get(word[-1:])
-    try:
-        seconds = float(word[:-1]) * unit_s if unit_s else float(word)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise ValueError(f"{text!r} is not a duration such as 30, 30s, 5m or 2h")
-    return seconds
-
-
-def duration_above_0_s(text: str) -> float:
-    if (seconds := duration_s(text)) == 0:
-        raise ValueError(f"{text!r} is not a time above 0: nothing would ever count, and restarts would never end")
-    return seconds
-
-
-def seconds_above_0(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{text!r} is not a number of seconds above 0")
-    return seconds
-
-
-def count(text: str) -> int:
-    if not text.strip().isdecimal() or len(text) > _LONGEST_NUMBER:
-        raise ValueError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
-
-
-def port(text: str) -> int:
-    if not 0 < count(text) < 65536:
-        raise ValueError(f"{text!r} is not a port (1 to 65535)")
-    return int(text)
-
-
-def address(text: str, default_port: int | None = None) -> str:
-    """`HOST:PORT` of an address in the one syntax that all options for addresses share."""
-    from holdfast.rendezvous import endpoints
-
-    return endpoints.endpoint_text(*endpoints.parse_address(text, default_port))
-
-
-def host_and_port(text: str) -> str:
-    """The same if the port may be left out: then it is any free one."""
-    return address(text, 0)
-
-
-def names(text: str) -> frozenset[str]:
-    return frozenset(name.strip() for name in text.split(",") if name.strip())
-
-
-def exit_codes(text: str) -> frozenset[int]:
-    try:
-        return frozenset(map(int, names(text)))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of exit codes such as 2,64") from None
-
-
-def ranks(text: str) -> set[int] | None:
-    """None if there are none."""
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isdecimal() and len(word) <= _LONGEST_NUMBER for word in words):
-        raise ValueError(f"{text!r} is not a list of ranks such as 0,1")
-    return {int(word) for word in words} or None
-
-
-def filters(text: str) -> list[str] | None:
-    """Texts separated by commas, where two commas stand for one within a text; None if there are none."""
-    texts = [part.replace("\0", ",").strip() for part in text.replace(",,", "\0").split(",")]
-    return [part for part in texts if part] or None
-
-
-def module_names(text: str) -> tuple[str, ...]:
-    from holdfast.process import preload
-
-    return preload.module_names(text)
-
-
-def streams(text: str) -> Std | dict[int, Std]:
-    from holdfast.process.output.logs import Std
-
-    return Std.from_str(text)
-
-
-def signal_names(text: str) -> str:
-    """Checked, and left as it is: the workers get it in their environment."""
-    from holdfast import signals
-
-    if not signals.parse_signals(text):
-        raise ValueError("the list names no signal")
-    return text
-
-
-def signals_of_progress(text: str) -> frozenset[Signal]:
-    from holdfast.hangs import policy
-
-    return policy.parse_signals(text)
-
-
-def yes_or_no(text: str) -> bool:
-    word = text.strip().lower()
-    if word not in _YES_OR_NO:
-        raise ValueError(f"{text!r} is neither yes (1, true, yes) nor no (0, false, no)")
-    return _YES_OR_NO[word]
-
-
-@frozen
-class Option:
-    """One option as data. An invocation that ends with a flag takes no value; its last flag names the option.
-
-    An option without a default that is left out is None. `default` is a text as the user would write it, or the value
-    itself. `second_name_of` is the option whose value this one sets. `in_full` is for options that were added later:
-    they cannot be shortened, so that a shortened name in a user's script keeps its meaning. `is_list`: given more than
-    once, the texts are joined with commas. `--help` shows those that are `is_common`, `--help-all` shows all.
-    """
-
-    invocation: str
-    group: str
-    help: str
-    parse: Callable[[str], Any] = str
-    default: Any = None
-    choices: tuple[str, ...] = ()
-    in_environment: bool = True
-    in_full: bool = False
-    is_list: bool = False
-    is_common: bool = False
-    second_name_of: Option | None = None
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return tuple(word.rstrip(",") for word in self.invocation.split() if word.startswith("-"))
-
-    @property
-    def is_flag(self) -> bool:
-        return self.invocation.endswith(self.flags[-1])
-
-    @property
-    def name(self) -> str:
-        return self.flags[-1].lstrip("-").replace("-", "_")
-
-    @property
-    def dest(self) -> str:
-        """The field of `RunArguments` that has the value."""
-        return self.second_name_of.name if self.second_name_of else self.name
-
-    @property
-    def variable(self) -> str | None:
-        return f"PET_{self.name.upper()}" if self.in_environment else None
-
-    @property
-    def default_text(self) -> str:
-        """The default as the user would write it."""
-        return "" if self.default is None else str(self.default)
-
-    @property
-    def default_value(self) -> Any:
-        """The value of an option that is left out."""
-        if self.is_flag:
-            return False
-        return self.read(self.default) if isinstance(self.default, str) else self.default
-
-    def read(self, text: str) -> Any:
-        """The value of a text, whether it was typed or came from the environment. ValueError says what is wrong."""
-        value = yes_or_no(text) if self.is_flag else self.parse(text)
-        if self.choices and value not in self.choices:
-            raise ValueError(f"{text!r} is not one of {', '.join(self.choices)}")
-        return value
-
-
-# The four kinds of options. For mypy, a declaration has the type of the option's values; at run time it is the
-# `Option`, and the values are attributes of the objects of the class.
-
-
-def flag(invocation: str, group: str, *, help: str, **more: Any) -> bool:
-    return Option(invocation, group, help, **more)  # type: ignore[return-value]
-
-
-def value(invocation: str, group: str, parse: Callable[[str], T], default: str, *, help: str, **more: Any) -> T:
-    return Option(invocation, group, help, parse, default, **more)  # type: ignore[return-value]
-
-
-def optional(invocation: str, group: str, parse: Callable[[str], T], *, help: str, **more: Any) -> T | None:
-    return Option(invocation, group, help, parse, **more)  # type: ignore[return-value]
-
-
-def second_name(of: T | None, invocation: str, parse: Callable[[str], T], *, help: str, **more: Any) -> T | None:
-    assert isinstance(of, Option)
-    return Option(invocation, of.group, help, parse, second_name_of=of, **more)  # type: ignore[return-value]
-
 
 WORKERS, NODES, HOSTS = "Workers", "Nodes and rendezvous", "Many hosts by ssh"
 FAILURES = "Failures and restarts"
@@ -233,7 +38,7 @@ OUTPUT = "Output of holdfast itself"
 GROUPS = (WORKERS, NODES, HOSTS, FAILURES, HANGS, LOGS, OUTPUT)
 
 
-class RunArguments:
+class RunArguments(Options):
     """A command line of `holdfast run`, and what the environment adds to it.
 
     `given` has the words of the options that were typed or are in the environment, by name; `from_environment` are the
@@ -355,9 +160,17 @@ class RunArguments:
         "out), and end all of them with this command. docs/ssh.md tells more.")
     hostfile = optional("--hostfile FILE", HOSTS, str, in_full=True, help=
         "The same with a host a line, as in `node1 slots=8`. A # begins a comment.")
+    host_discovery = optional("--host-discovery COMMAND", HOSTS, str, in_full=True, help=
+        "A command that prints the hosts as a hostfile has them. It is asked again every 5 seconds: new hosts join "
+        "while --nnodes MIN:MAX has room, and those that are missing leave.")
+    rejoin_hosts = flag("--rejoin-hosts", HOSTS, in_full=True, help=
+        "Connect again to a host that was lost, later each time, and let it join the run again; three times at most.")
+    detach = flag("--detach", HOSTS, in_full=True, in_environment=False, help=
+        "Return once the agents have been started. The run goes on in the background; its output goes to a file in the "
+        "working directory, and `holdfast attach` shows it.")
     remote_python = optional("--remote-python PATH", HOSTS, str, in_full=True, help=
         "The Python interpreter on the hosts. Left out, it has the path of this command's.")
-    env = optional("--env NAME[=VALUE],...", HOSTS, filters, in_full=True, is_list=True, help=
+    env = optional("--env NAME[=VALUE],...", HOSTS, texts, in_full=True, joined_by=",", help=
         "Set these variables for the agents and workers on the hosts. Without a value, the value is that of this "
         "command's environment; give secrets that way, because other users can read a command line. Two commas stand "
         "for a comma. May be given several times.")
@@ -404,6 +217,17 @@ class RunArguments:
     clean_shm = flag("--clean-shm", FAILURES, in_full=True, help=
         "When the workers of a round are stopped, remove the files in /dev/shm that they had made, that belong to "
         "this user, and that no process uses any more. A worker that is killed leaves such files behind.")
+    snapshot_memory = optional("--snapshot-memory SIZE", FAILURES, size_bytes, in_full=True, help=
+        "How much memory of this node the snapshots of its workers may have, as in 512m or 8g; 0 or off: none are "
+        "kept. Left out, it is a quarter of the memory of this host or of its control group. Memory is used only if a "
+        "worker saves something. See docs/snapshots.md.")
+    snapshot_dir = value("--snapshot-dir DIR", FAILURES, str, "", in_full=True, help=
+        "Write the newest snapshot to DIR when the run is ended by a failure, a signal or `holdfast stop`, within "
+        "--grace-period, and load the newest one from there when the run starts. The newest two complete steps are "
+        "kept. See docs/snapshots.md.")
+    snapshot_bandwidth = value("--snapshot-bandwidth SIZE", FAILURES, size_bytes, "0", in_full=True, help=
+        "How many bytes a second this node may send to other nodes when it copies snapshots, as in 100m; 0 means no "
+        "limit.")
     signals_to_handle = value("--signals-to-handle NAMES", FAILURES, signal_names, "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         help="The signals that stop the run in order: the workers get the same signal, and the grace period to exit.")
     monitor_interval = value("--monitor-interval SECONDS", FAILURES, seconds_above_0, "0.1", help=
@@ -442,9 +266,9 @@ class RunArguments:
         "runs of several nodes.")
     local_ranks_filter = optional("--local-ranks-filter RANKS", LOGS, ranks, help=
         "Show only these local ranks on the console, as in 0,1. Files are not affected.")
-    duplicate_stdout_filters = optional("--duplicate-stdout-filters TEXT,...", LOGS, filters, help=
+    duplicate_stdout_filters = optional("--duplicate-stdout-filters TEXT,...", LOGS, texts, help=
         "Copy tee'd stdout lines that contain one of these texts to filtered_stdout.log; two commas stand for one.")
-    duplicate_stderr_filters = optional("--duplicate-stderr-filters TEXT,...", LOGS, filters, help=
+    duplicate_stderr_filters = optional("--duplicate-stderr-filters TEXT,...", LOGS, texts, help=
         "The same for stderr, to filtered_stderr.log.")
     logs_specs = optional("--logs-specs NAME", LOGS, str, in_environment=False, help=
         "The name of an installed plug-in that decides where logs go.")
@@ -502,7 +326,7 @@ class RunArguments:
         return made
 
 
-OPTIONS: tuple[Option, ...] = tuple(each for each in vars(RunArguments).values() if isinstance(each, Option))
+OPTIONS: tuple[Option, ...] = RunArguments.table()
 
 HELP = Option("-h, --help", OUTPUT, "Show the options that most runs need.", in_environment=False, is_common=True)
 HELP_ALL = Option("--help-all", OUTPUT, "Show all options.", in_environment=False, in_full=True, is_common=True)

@@ -12,7 +12,8 @@ import holdfast
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.command_line import HelpWanted, UsageError
-from holdfast.cli.arguments.options import GROUPS, INFORMATION, OPTIONS, PROGRAM, USAGE, Option
+from holdfast.cli.arguments.options import GROUPS, INFORMATION, OPTIONS, PROGRAM, USAGE
+from holdfast.option import Option
 
 
 def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -7,14 +7,15 @@ The parts, and what each decides or does:
     messages      PURE  what this command and a remote agent say to each other
     copying             the files that --copy sends along
     connection          one ssh process and its pipes
-    run                 the loop around all of it. `agent_fleet` decides
+    transport           the loop around all of it. `agent_fleet` decides
+    questions           the control socket of this command, at which other commands find the run
     remote_agent        the other end of a connection, which runs the agent of its host
 
 **One connection.** Each host has one ssh process for as long as the run lasts:
 
     this command                     ssh                 the host
-      stdin   --- order, signals, pings ----->  remote_agent
-      stdout  <-- hello line, then frames: the lines of the agent, and its end
+      stdin   --- order, signals, questions, pings ----->  remote_agent
+      stdout  <-- hello line, then frames: the lines of the agent, answers, and its end
 
 1. ssh starts the remote agent. It says hello in one line: version, the address at which ssh reached it, and a port at
    that address that it has bound and holds. Anything before that line is noise of the host's shell.
@@ -31,6 +32,14 @@ machine is often a laptop that the hosts cannot reach; a tunnel through ssh woul
 coordinator that is down, which keeps workers alive. What it costs: if the first host is lost for good, the others give
 up after a minute. `--rdzv-backend etcd` has no such host.
 
+**Hosts that come and go.** With `--rejoin-hosts` the fleet prepares a lost host again, later each time: a new ssh, and
+an agent that joins the run as any newcomer does. With `--host-discovery` a thread asks for the hosts, and a list that
+has changed is an event like the first one. Agents are told the true maximum of nodes then; otherwise it is the number
+of hosts that were reached, so that no round waits for a host that cannot come.
+
+**Without a terminal.** `--detach` starts the same command line in a session of its own, with its output in a file, and
+returns when that command has started the agents. `holdfast attach` finds it by its control socket.
+
 **How everything ends.** An agent lives no longer than its connection, which is its lease (`host_agent`). This command
 sends a ping four times in `--host-timeout`, and ssh itself finds out if the host does not answer (ServerAliveInterval).
 So each end notices by itself, whatever was killed:
@@ -40,5 +49,6 @@ So each end notices by itself, whatever was killed:
     the network                     the remote agent: silence. This command: ssh ends after ServerAliveInterval
     the remote agent                `die_with_parent`, which ends the agent. This command: ssh ends
     the agent                       its spawner, which kills the workers. The remote agent tells this command.
+    the remote agent of the place   the coordinator there, which ends when no node is left (`HOLDFAST_JOB_PID`)
     this command stands still       the remote agents: silence
 """

@@ -17,7 +17,7 @@ from typing import IO
 
 from holdfast.errors import HostError
 from holdfast.hosts.ssh import messages
-from holdfast.hosts.ssh.messages import End, FrameReader, Hello, Lines
+from holdfast.hosts.ssh.messages import Answer, End, FrameReader, Hello, Lines
 
 _PIECE_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 15  # Of what a host says before its hello, and of stderr.
@@ -47,6 +47,7 @@ class Connection:
         self.hello: Hello | None = None
         self.is_started = self.is_paused = False
         self.end: End | None = None
+        self.answers: list[Answer] = []
         self._unsent: deque[Iterator[bytes]] = deque()
         self._piece = b""
         self.is_cut = False
@@ -83,6 +84,8 @@ class Connection:
             for frame in self._frames.take(piece):
                 if isinstance(frame, Lines):
                     found.append(frame)
+                elif isinstance(frame, Answer):
+                    self.answers.append(frame)
                 else:
                     self.end = frame
             if found:
@@ -114,6 +117,13 @@ class Connection:
     def ping(self) -> None:
         if not self.writable_fds():
             self.send(b"\n")
+
+    def ask(self, number: int, question: bytes) -> bool:
+        """False if the host has not got its order yet."""
+        if not self.is_started or self.writable_fds():
+            return False
+        self.send(b"ask %d %b\n" % (number, question))
+        return True
 
     def send_signal(self, number: int) -> None:
         """A host that has not got its order and its archive has nothing to stop in order."""

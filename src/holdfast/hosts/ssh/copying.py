@@ -17,7 +17,7 @@ from typing import IO, Any
 from holdfast import die_with_parent
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import frozen
-from holdfast.hosts.own_lines import counted
+from holdfast.text import plural
 
 # Made by tools, large, and of no use elsewhere.
 LEFT_OUT = frozenset(
@@ -103,7 +103,7 @@ def _packed(files: list[tuple[str, str]], contents: str, script: str) -> Archive
         packed.flush()  # It is read by its descriptor.
     except OSError as error:  # Of the temporary file.
         raise HostError(f"--copy: {contents} cannot be packed: {error.strerror or error}") from None
-    return Archive(packed, packed.tell(), f"{contents} ({counted(len(files), 'file')}, {_size_text(total)})", script)
+    return Archive(packed, packed.tell(), f"{contents} ({plural(len(files), 'file')}, {_size_text(total)})", script)
 
 
 def _write(packed: IO[bytes], files: list[tuple[str, str]], contents: str) -> int:

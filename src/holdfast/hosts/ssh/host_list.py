@@ -7,12 +7,13 @@ address has brackets, which tell its colons from that one. A hostfile has a host
     # the rack on the left
     node1 slots=8
     node2 slots=4 max_slots=8    # max_slots is accepted and not used
-    node3:8
+    node3:8 env=NCCL_SOCKET_IFNAME=ib0 env='GREETING=two words'
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 
 from holdfast.errors import UserError
 from holdfast.frozen import frozen
@@ -26,10 +27,12 @@ _KNOWN_KEYS = ("slots", "max_slots", "max-slots")
 
 @frozen
 class Host:
-    """`target` is for ssh, and may have a user in it; `name` is for people. No slots: as --nproc-per-node says."""
+    """`target` is for ssh, and may have a user in it; `name` is for people. No slots: as --nproc-per-node says. `env`
+    are variables for this host alone."""
 
     target: str
     slots: int | None = None
+    env: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -47,9 +50,16 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(path: str, text: str) -> tuple[Host, ...]:
-    where, hosts = f"--hostfile {path!r}", []
+    return parse_lines(f"--hostfile {path!r}", text)
+
+
+def parse_lines(where: str, text: str) -> tuple[Host, ...]:
+    hosts = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UserError(f"{where}, line {number}: {error}") from None
         if words:
             hosts.append(_host_of_line(f"{where}, line {number}: ", words))
     if not hosts:
@@ -59,9 +69,15 @@ def parse_hostfile(path: str, text: str) -> tuple[Host, ...]:
 
 def _host_of_line(where: str, words: list[str]) -> Host:
     host = _host(where, words[0])
-    slots = host.slots
+    slots, env = host.slots, list[tuple[str, str]]()
     for word in words[1:]:
         key, equals, value = word.partition("=")
+        if key == "env":
+            name, equals, text = value.partition("=")
+            if not equals or not name.isidentifier():
+                raise UserError(f"{where}{word!r} is not a variable, as in env=NCCL_DEBUG=INFO")
+            env.append((name, text))
+            continue
         if not equals or key not in _KNOWN_KEYS:
             raise UserError(f"{where}{word!r} is not understood; a line is a host and slots=N, as in `node1 slots=8`")
         number = _slots(where, value)
@@ -69,7 +85,7 @@ def _host_of_line(where: str, words: list[str]) -> Host:
             if slots is not None:
                 raise UserError(f"{where}the slots of {host.name} are given twice")
             slots = number
-    return Host(host.target, slots)
+    return Host(host.target, slots, tuple(env))
 
 
 def _host(where: str, word: str) -> Host:

@@ -3,10 +3,11 @@
 hello    one line on stdout: a mark and JSON. The host says it first. The mark is a random text that the command has
          made up for this run, so that noise of the host's shell is not taken for a hello.
 order    one line on stdin: JSON. The bytes of an archive may follow.
-words    later lines on stdin: `signal N`; an empty line is a ping.
+words    later lines on stdin: `signal N`; `ask N QUESTION`, a question to the control socket of the agent; an empty
+         line is a ping.
 frame    later on stdout: a letter, the length of what follows (4 bytes), and that many bytes. `o` and `e` are whole
-         lines of the agent's stdout and stderr, `x` is JSON about its end. The end of the stream without it means
-         that the host is lost.
+         lines of the agent's stdout and stderr, `a` is the number of a question, a space and the answer, `x` is JSON
+         about the agent's end. The end of the stream without it means that the host is lost.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from holdfast.frozen import frozen
 from holdfast.hosts.own_lines import names_text
 from holdfast.rendezvous.membership.model import is_loopback
 
-PROTOCOL = 2
+PROTOCOL = 3
 MARK_START = "\x1e"
 _HELLO_BYTES = 1 << 14
-_FRAME_BYTES = 1 << 22
+FRAME_BYTES = 1 << 22
 _HEAD_BYTES = 5
 _STREAMS = {b"o": "stdout", b"e": "stderr"}
 
@@ -70,6 +71,14 @@ class End(msgspec.Struct, frozen=True):
 class Lines:
     stream: str
     lines: bytes
+
+
+@frozen
+class Answer:
+    """To a question: one line of JSON."""
+
+    number: int
+    line: bytes
 
 
 def hello_line(mark: str, hello: Hello) -> bytes:
@@ -127,6 +136,10 @@ def lines_frame(stream: str, lines: bytes) -> bytes:
     return _frame(b"o" if stream == "stdout" else b"e", lines)
 
 
+def answer_frame(answer: Answer) -> bytes:
+    return _frame(b"a", b"%d %b" % (answer.number, answer.line))
+
+
 def end_frame(end: End) -> bytes:
     return _frame(b"x", msgspec.json.encode(end))
 
@@ -141,19 +154,23 @@ class FrameReader:
     def __init__(self) -> None:
         self._held = bytearray()
 
-    def take(self, data: bytes) -> list[Lines | End]:
+    def take(self, data: bytes) -> list[Lines | Answer | End]:
         """The frames that are complete with this piece. ValueError if they make no sense."""
         self._held += data
-        found: list[Lines | End] = []
+        found: list[Lines | Answer | End] = []
         while len(self._held) >= _HEAD_BYTES:
             kind, size = bytes(self._held[:1]), int.from_bytes(self._held[1:_HEAD_BYTES])
-            if size > _FRAME_BYTES or kind not in b"oex":
+            if size > FRAME_BYTES or kind not in b"aoex":
                 raise ValueError("its output makes no sense")
             if len(self._held) < _HEAD_BYTES + size:
                 break
             content = bytes(self._held[_HEAD_BYTES : _HEAD_BYTES + size])
             del self._held[: _HEAD_BYTES + size]
-            found.append(_end_of(content) if kind == b"x" else Lines(_STREAMS[kind], content))
+            if kind == b"a":
+                number, _, line = content.partition(b" ")
+                found.append(Answer(int(number), line))
+            else:
+                found.append(_end_of(content) if kind == b"x" else Lines(_STREAMS[kind], content))
         return found
 
 

@@ -13,15 +13,20 @@ import os
 import socket
 import sys
 import threading
+import time
 from typing import IO
 
 import holdfast
 from holdfast import stdio
+from holdfast.agent import control
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.hosts.host_agent import AgentOrder, HostAgent
 from holdfast.hosts.ssh import copying, messages
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.client import visitor
+from holdfast.rendezvous.coordinator.launch import JOB_PID_VARIABLE
+
+_ANSWER_S = 30.0
 
 
 def serve(mark: str, timeout_s: float) -> int:
@@ -64,6 +69,7 @@ class _Remote:
     def __init__(self, control: IO[bytes], agent: HostAgent, order: messages.Order) -> None:
         self._control, self._agent, self._order = control, agent, order
         self._was_told_to_end = False
+        self._sending = threading.Lock()  # A frame is sent in one piece.
 
     def run(self) -> int:
         copy = None
@@ -92,7 +98,8 @@ class _Remote:
         except OSError as error:
             remedy = "start the command in a directory that all hosts have, or use --copy directory"
             raise UserError(f"cannot use the working directory {directory!r}: {error.strerror}; {remedy}") from None
-        self._agent.start(AgentOrder(order.arguments, directory, order.environment, order.grace_s))
+        environment = {**order.environment, JOB_PID_VARIABLE: str(os.getpid())}
+        self._agent.start(AgentOrder(order.arguments, directory, environment, order.grace_s))
         fetched, is_last = 0, False
         while not is_last:
             _, batch, is_last = self._agent.read(fetched)
@@ -112,11 +119,28 @@ class _Remote:
         """The thread."""
         while line := self._control.readline():
             self._agent.renew()
-            words = line.split()
-            if len(words) == 2 and words[0] == b"signal":
+            kind, _, rest = line.strip().partition(b" ")
+            if kind == b"signal":
                 self._was_told_to_end = True
-                self._agent.pass_on(int(words[1]))
+                self._agent.pass_on(int(rest))
+            elif kind == b"ask":
+                number, _, question = rest.partition(b" ")
+                threading.Thread(target=self._ask, args=(int(number), question), daemon=True).start()
         self._agent.abandon()
+
+    def _ask(self, number: int, question: bytes) -> None:
+        """A thread for each: the agent may have to ask others. Any agent of the run on this host will do."""
+        run_id = next(word.partition("=")[2] for word in self._order.arguments if word.startswith("--rdzv-id="))
+        answer = control.error_answer("its agent does not answer")
+        for path, (name, _) in control.paths().items():
+            if name == control.name_in_path(run_id) and control.is_own(path):
+                with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as sock:
+                    sock.settimeout(_ANSWER_S)
+                    sock.connect(path)
+                    sock.sendall(question + b"\n")
+                    answer = control.read_line(sock, messages.FRAME_BYTES // 2, time.monotonic() + _ANSWER_S).strip()
+                    break
+        self._send(messages.answer_frame(messages.Answer(number, answer)))
 
     def _close_run(self, place: messages.Place) -> None:
         """The user has ended the command, and with it the run. A node that leaves does not close its run: without this,
@@ -132,8 +156,9 @@ class _Remote:
         """If the connection has ended, the listener notices."""
         view = memoryview(data)
         try:
-            while view:
-                view = view[stdio.write_some(1, view) :]
+            with self._sending:
+                while view:
+                    view = view[stdio.write_some(1, view) :]
         except OSError:
             self._agent.abandon()
 

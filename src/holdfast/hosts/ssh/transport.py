@@ -7,9 +7,11 @@ lines are written.
 from __future__ import annotations
 
 import os
+import queue
 import resource
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import assert_never
@@ -17,12 +19,12 @@ from typing import assert_never
 import holdfast
 from holdfast import escape, loop, signals
 from holdfast.errors import HoldfastError
-from holdfast.frozen import frozen
+from holdfast.frozen import changed, frozen
 from holdfast.hosts import agent_fleet, job_coordinator, own_lines
 from holdfast.hosts.agent_fleet import AgentFleet, FleetSettings, Phase
 from holdfast.hosts.console import EngineConsole
 from holdfast.hosts.job import JobSpec
-from holdfast.hosts.ssh import command, messages
+from holdfast.hosts.ssh import command, messages, questions
 from holdfast.hosts.ssh.connection import Connection
 from holdfast.hosts.ssh.copying import Archive
 from holdfast.hosts.ssh.host_list import Host
@@ -35,6 +37,7 @@ logger = Logger(__name__)
 _LOOK_AT_CONSOLE_S = 1.0
 _STREAM_PATIENCE_S = 5.0  # For the end of the output of an ssh that has ended.
 _KILLED = 137
+_DISCOVER_EVERY_S = 5.0
 
 
 class HostsFailed(HoldfastError):  # noqa: N818
@@ -47,24 +50,36 @@ class HostsFailed(HoldfastError):  # noqa: N818
 
 @frozen
 class HostsJob:
-    """`job` on these hosts, with options of `holdfast run` for each. `needs_place`: the nodes meet at one of the hosts,
-    and all get `place_options`, too; else `place` is where the user lets them meet."""
+    """`job` on these hosts. All agents get `options`, and if `gives_ranks` the number of their host as rank; a host
+    beyond the largest number of nodes has none. `needs_place`: the nodes meet at one of the hosts, and all get
+    `place_options`, too; else `place` is where the user lets them meet. `rejoins`: lost hosts are tried again.
+    `discover` gives the hosts that there are now. `when_started` is called once the first agents are started.
+    `output` is the file that has the output, if there is one."""
 
     job: JobSpec
     hosts: tuple[Host, ...]
-    options: tuple[tuple[str, ...], ...]
+    options: tuple[str, ...]
     place_options: tuple[str, ...]
     needs_place: bool
     place: str
     token: str
     ssh: tuple[str, ...]
     host_timeout_s: float
+    gives_ranks: bool = True
     archive: Archive | None = None
+    rejoins: bool = False
+    discover: Callable[[], tuple[Host, ...]] | None = None
+    when_started: Callable[[], object] | None = None
+    output: str = ""
 
-    def arguments(self, number: int, endpoint: str) -> list[str]:
-        """Those of `holdfast` for one host. `endpoint` is where the nodes meet, if that is at one of the hosts."""
+    def arguments(self, number: int, host: Host, endpoint: str, max_nodes: int | None = None) -> list[str]:
+        """Those of `holdfast` for one host. `endpoint` is where the nodes meet, if that is at one of the hosts.
+        `max_nodes` is how many there can be."""
+        job = self.job if max_nodes is None else changed(self.job, max_nodes=max_nodes)
+        rank = (f"--node-rank={number}",) if self.gives_ranks and number < self.job.max_nodes else ()
+        slots = (f"--nproc-per-node={host.slots}",) if host.slots is not None else ()
         meeting = (f"--rdzv-endpoint={endpoint}", *self.place_options) if endpoint else ()
-        return self.job.agent_arguments(*self.options[number], *meeting)
+        return job.agent_arguments(*self.options, *rank, *slots, *meeting)
 
 
 def run(hosts_job: HostsJob) -> None:
@@ -88,12 +103,16 @@ class _HostsRun:
     def __init__(self, hosts_job: HostsJob, inbox: signals.Inbox) -> None:
         self._job, self._inbox = hosts_job, inbox
         self._mark = os.urandom(16).hex()
-        self._numbers = {host.name: number for number, host in enumerate(hosts_job.hosts)}
-        job = hosts_job.job
+        self._hosts: dict[str, Host] = {}
+        self._numbers: dict[str, int] = {}
+        job, rejoins = hosts_job.job, hosts_job.rejoins or hosts_job.discover is not None
         settings = FleetSettings(
             job.min_nodes, job.max_nodes, job.nnodes, job.grace_s, is_fixed=True,
-            prepare_timeout_s=hosts_job.host_timeout_s,
+            prepare_timeout_s=hosts_job.host_timeout_s, rejoins=rejoins,
+            join_timeout_s=job.join_timeout_s if rejoins else float("inf"),
         )  # fmt: skip
+        # Hosts that are gone do not come back, so agents that waited for them would wait for nothing.
+        self._max_nodes = job.max_nodes if rejoins else None
         self._fleet = AgentFleet(settings, time.monotonic())
         self._connections: dict[str, Connection] = {}
         self._ended_at: dict[str, float] = {}  # When an ssh ended whose output has not.
@@ -103,21 +122,52 @@ class _HostsRun:
         self._wakeup = loop.Wakeup()
         self._ping_every_s = hosts_job.host_timeout_s / command.PINGS_IN_TIMEOUT
         self._ping_at = time.monotonic() + self._ping_every_s
+        self._questions = questions.Questions(job.run_id, hosts_job.output, self._wakeup.wake)
+        self._seen: queue.SimpleQueue[tuple[Host, ...]] = queue.SimpleQueue()
+        self._is_over = threading.Event()
 
     def run(self) -> agent_fleet.Outcome:
         try:
-            with closing(self._wakeup):
-                self._step(agent_fleet.HostsSeen(tuple(agent_fleet.Host(name, name) for name in self._numbers)))
+            with closing(self._wakeup), self._questions.served(lambda: self._fleet.outcome):
+                self._seen.put(self._job.hosts)
+                if self._job.discover is not None:
+                    threading.Thread(target=self._discover, name="holdfast-hosts", daemon=True).start()
+                for event in self._events():
+                    self._step(event)
                 while not self._fleet.is_over:
                     self._wait()
                     for event in self._events():
                         self._step(event)
         finally:
+            self._is_over.set()
             for connection in self._connections.values():  # None, unless something went wrong here.
                 connection.close()
             self._console.close()
         assert self._fleet.outcome is not None
         return self._fleet.outcome
+
+    def _discover(self) -> None:
+        """The thread. A list that cannot be had changes nothing."""
+        problem, last = "", self._job.hosts
+        while not self._is_over.wait(_DISCOVER_EVERY_S):
+            assert self._job.discover is not None
+            try:
+                found, new_problem = self._job.discover(), ""
+            except HoldfastError as error:
+                found, new_problem = last, str(error)
+            if new_problem and new_problem != problem:
+                logger.warning("%s; the hosts stay as they are", new_problem)
+            problem = new_problem
+            if found != last:
+                last = found
+                self._seen.put(found)
+                self._wakeup.wake()
+
+    def _see(self, hosts: Sequence[Host]) -> agent_fleet.HostsSeen:
+        self._hosts |= {host.name: host for host in hosts}
+        for host in hosts:
+            self._numbers.setdefault(host.name, len(self._numbers))
+        return agent_fleet.HostsSeen(tuple(agent_fleet.Host(host.name, host.name) for host in hosts))
 
     def _step(self, event: agent_fleet.Event) -> None:
         for each in self._fleet.step(event, time.monotonic()):
@@ -142,6 +192,9 @@ class _HostsRun:
         events: list[agent_fleet.Event] = []
         while (number := self._inbox.take()) is not None:
             events.append(agent_fleet.Signalled(number))
+        while not self._seen.empty():
+            events.append(self._see(self._seen.get()))
+        self._questions.send(self._connections)
         self._ping()
         self._wakeup.clear()
         if self._fleet.phase is Phase.ENDING and self._console.is_stuck:
@@ -158,6 +211,7 @@ class _HostsRun:
             lines = connection.read()
         except ValueError as error:
             lines, objection = [], str(error)
+        self._questions.take(connection)
         if lines:
             connection.is_paused = True
             batch = [(each.stream, each.lines) for each in lines]
@@ -193,7 +247,7 @@ class _HostsRun:
             return agent_fleet.Lost(name, "it did not end in time, and its connection was cut")
         if is_started:
             return agent_fleet.Lost(name, command.meaning_of_loss(status, escape.one_line(command.last_line(said))))
-        about = (self._job.hosts[self._numbers[name]].target, self._job.job.python, self._job.host_timeout_s)
+        about = (self._hosts[name].target, self._job.job.python, self._job.host_timeout_s)
         meaning = command.meaning_of_failure(status, said, *about, is_cut=connection.is_cut)
         return agent_fleet.Lost(name, meaning.reason, may_retry=meaning.may_pass)
 
@@ -216,7 +270,7 @@ class _HostsRun:
     def _obey(self, order: agent_fleet.Command) -> None:
         match order:
             case agent_fleet.Prepare(host):
-                target = self._job.hosts[self._numbers[host.host_id]].target
+                target = self._hosts[host.host_id].target
                 where = (target, self._job.job.python, self._mark, self._job.host_timeout_s)
                 self._connections[host.host_id] = Connection(command.ssh_command(self._job.ssh, *where), self._mark)
             case agent_fleet.Agree(names):
@@ -245,15 +299,20 @@ class _HostsRun:
         if self._job.needs_place:
             self._meets_at = names[0]
             self._endpoint = endpoint_text(hellos[names[0]].address, hellos[names[0]].port)
+        if self._max_nodes is None:
+            self._max_nodes = max(self._job.job.min_nodes, min(self._job.job.max_nodes, len(names)))
+        if self._job.when_started is not None:
+            self._job.when_started()
         return agent_fleet.Agreed(self._meets_at)
 
     def _start(self, name: str) -> None:
         job, archive, connection = self._job.job, self._job.archive, self._connections[name]
         own = {"HOLDFAST_TOKEN": self._job.token, own_lines.PREFIX_VARIABLE: own_lines.prefix_template(name)}
         place = messages.Place(self._endpoint, job.run_id, job_coordinator.secret_settings(job))
-        arguments = tuple(self._job.arguments(self._numbers[name], self._endpoint))
+        host = self._hosts[name]
+        arguments = tuple(self._job.arguments(self._numbers[name], host, self._endpoint, self._max_nodes))
         order = messages.Order(
-            arguments, job.directory, {**own, **dict(job.environment)}, job.grace_s,
+            arguments, job.directory, {**own, **dict(job.environment), **dict(host.env)}, job.grace_s,
             place if name == self._meets_at else None, None if archive is None else archive.size,
         )  # fmt: skip
         connection.begin()

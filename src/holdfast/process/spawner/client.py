@@ -17,6 +17,7 @@ from holdfast import loop, procfs, signals
 from holdfast.errors import HostError
 from holdfast.log import Logger
 from holdfast.process import adoption
+from holdfast.process.spawner import snapshot_link
 from holdfast.process.spawner.wire import Channel, Lease, channel_pair, memory_file
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ _OF_TEMPLATES = ("warm", "stale", "cold", "learned", "unlearned", "kept", "unkep
 
 # The file for the report of this node. An engine sets it, to show one report for all nodes.
 REPORT_FILE_VARIABLE = "HOLDFAST_REPORT_FILE"
+BRIEF_VARIABLE = "HOLDFAST_BRIEF"  # Set if another agent of the run writes the report to the same console.
+SUCCESS_FILE_VARIABLE = "HOLDFAST_SUCCESS_FILE"  # An agent makes that file when the run has succeeded.
+OF_ENGINES = (REPORT_FILE_VARIABLE, BRIEF_VARIABLE, SUCCESS_FILE_VARIABLE)
 # What is the agent's alone. Neither spawner nor worker gets these.
-SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", REPORT_FILE_VARIABLE.encode())
+SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", *map(str.encode, OF_ENGINES))
 # As a rule these say in which file the token is, which the program may use, too.
 _SECRETS_OR_PATHS = (b"KUBEFLOW_TRAINER_SERVER_TOKEN", b"KUBEFLOW_TRAINER_STATUS_TOKEN")
 
@@ -53,7 +57,7 @@ starting = threading.RLock()
 os.register_at_fork(after_in_child=starting._at_fork_reinit)  # type: ignore[attr-defined]  # As concurrent.futures does.
 
 
-class SpawnerLink:
+class SpawnerLink(snapshot_link.SnapshotLink):
     """One spawner process. Not thread-safe; belongs to the one loop that decides."""
 
     def __init__(self, channel: Channel, pid: int, token: str) -> None:
@@ -73,6 +77,7 @@ class SpawnerLink:
         self._kept: Literal[True] | str | None = None  # The answer to `keep`.
         self._is_gone = threading.Event()
         self._is_guarded = False
+        super().__init__()
 
     @classmethod
     def launch(cls) -> SpawnerLink:
@@ -149,6 +154,10 @@ class SpawnerLink:
 
     def fileno(self) -> int:
         return self._channel.fileno()
+
+    @property
+    def is_gone(self) -> bool:
+        return self._is_gone.is_set()
 
     def suits(self, modules: tuple[str, ...]) -> bool:
         """Whether it was not kept for other modules, or for another environment."""
@@ -259,8 +268,11 @@ class SpawnerLink:
             if report[0] in _OF_TEMPLATES:
                 self._hear_of_template(report)
                 continue
+            if report[0] in snapshot_link.REPORTS:
+                self.note_snapshots(report)
+                continue
             match report:
-                case ("store", line):
+                case ("store" | "warn", line):
                     logger.warning("%s", line)
                     continue
                 case ("started", _, pid):
@@ -288,6 +300,7 @@ class SpawnerLink:
         """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
         self._is_gone.set()
         self._is_warming = self._is_learning = False
+        self.forget_snapshots()
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)

@@ -12,6 +12,8 @@ the agent says:
     learn([module...], whether slowly)                   and one that has these modules, too (see `warm`)
     store()                                              with a listening socket: the first client of torch's store that
                                                          connects has a process forked that serves it there
+    snapshots(order, ...)                                see `snapshots`: each worker that is started from now on gets a
+                                                         socket for those of its rank; or slots are to be moved
     kill()                                               end every tree, say `swept` when it is done
     keep(...)                                            end every tree, forget the run, and wait for another agent
                                                          (see `kept`)
@@ -29,7 +31,9 @@ and reports:
     learned(pid, seconds, [(module, why left out)...])   the template has these modules, too
     unlearned(reason)                                    it has not
     kept() or unkept(reason)                             the answer to `keep`
-    store(line)                                          what the process of the store has to say
+    store(line), warn(line)                              what the process of the store, or the spawner, has to say
+    held(snapshots, step, bytes), parts(parts)           what the workers have saved, and where the rest came from
+    kept_step(snapshot), transferred(number, ...)        as it was asked for
 
 The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the
 error for which it does not run. The loop polls that pipe with everything else, so an exec that hangs (on a dead mount)
@@ -68,6 +72,7 @@ if TYPE_CHECKING:
 
     from holdfast.process.spawner.forked import Call
     from holdfast.process.spawner.kept import Kept
+    from holdfast.process.spawner.snapshots import Snapshots
     from holdfast.process.spawner.store import RoundStore
     from holdfast.process.spawner.warm import Templates
     from holdfast.process.spawner.wire import Message
@@ -112,6 +117,7 @@ class Spawner:
         self._keep_order: Message | None = None
         self._forking: list[_Worker] = []  # Ordered from the template, their pids not known yet.
         self._store: RoundStore | None = None
+        self._snapshots: Snapshots | None = None
         self._reaped = 0
         self._sweep_deadline: float | None = None
         self._environment: dict[bytes, bytes] = {}
@@ -150,6 +156,8 @@ class Spawner:
             os.read(self._wake_read, 1 << 16)
         for line in self._store.hear(ready) if self._store is not None else ():
             self._channel.send(("store", line))
+        if self._snapshots is not None:
+            self._snapshots.hear(ready)
         self._channel.flush()
         for worker in self._starting():
             self._hear_start(worker)
@@ -182,6 +190,8 @@ class Spawner:
             deadlines += self._templates.deadlines()
         if self._kept is not None and self._kept.is_resting:
             deadlines.append(self._kept.look_at)
+        if self._snapshots is not None and (tell_at := self._snapshots.deadline()) is not None:
+            deadlines.append(tell_at)
         return max(0.0, (min(deadlines) - time.monotonic()) * 1000) if deadlines else None
 
     # What the agent says.
@@ -201,13 +211,21 @@ class Spawner:
             case ("learn", names, is_slow):
                 self._template_owner().learn(names, is_slow, time.monotonic())
             case ("keep", *order):
+                if self._snapshots is not None:
+                    self._snapshots.end()
+                    self._snapshots = None
                 self._keep_order = tuple(order)
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
             case ("store",):
                 from holdfast.process.spawner.store import RoundStore
 
                 self._drop_store()
-                self._store = RoundStore(fds[0], self._poller, self._settle_store)
+                self._store = RoundStore(fds[0], self._poller, self._settle)
+            case ("snapshots", *order):
+                from holdfast.process.spawner.snapshots import Snapshots
+
+                self._snapshots = self._snapshots or Snapshots(self._poller, self._channel.send, self._settle)
+                self._snapshots.obey(order, fds)
             case ("kill",):
                 self._drop_store()
                 self._sweep_deadline = time.monotonic() + procfs.KILL_PATIENCE_S
@@ -220,8 +238,12 @@ class Spawner:
     def _start(self, id_: int, order: Message, changes: dict[bytes, bytes], fds: dict[str, int]) -> int:
         """Returns the pid, if it is known."""
         kind, argv, cpus = order
-        mark = self._token + (_TEMPLATE_MARK if id_ < 0 else b".%d" % id_)
+        # Each template has its own: a process that it has just forked shows it, and must not be taken for an orphan of
+        # an earlier template.
+        mark = self._token + (b".%03d%b" % (-id_ % 1000, _TEMPLATE_MARK) if id_ < 0 else b".%d" % id_)
         environment = {**self._environment, **changes, procfs.MARK_VARIABLE.encode(): mark}
+        if self._snapshots is not None and id_ >= 0:
+            self._snapshots.add_descriptor(id_, fds)
         read_fd, write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         template = self._templates.current if kind == "warm" and self._templates is not None else None
         if template is not None and template.is_ready:
@@ -380,12 +402,12 @@ class Spawner:
             self._store.close()
             self._store = None
 
-    def _settle_store(self) -> None:
-        """In the process of torch's store. It ignores what the spawner ignores, and ends with it."""
+    def _settle(self, kept: list[int]) -> None:
+        """In the process of torch's store, or of transfers. It ignores what the spawner ignores, ends with it, and has
+        none of its descriptors but these: one of a slot would keep the slot's memory."""
         forked.leave_home(self._pid, self._directory)
         signal.set_wakeup_fd(-1)
-        for fd in self._own_fds():
-            os.close(fd)
+        procfs.close_all_but([0, 1, 2, *kept])
 
     def _own_fds(self) -> list[int]:
         """That no forked process needs."""
@@ -441,6 +463,8 @@ class Spawner:
         self._unburied.append(worker)
         if worker.id >= 0:
             self._reaped += 1
+            if self._snapshots is not None:  # The agent knows what a worker has saved when it hears of its end.
+                self._snapshots.settle()
             self._channel.send(("exited", worker.id, exitcode, self._reaped, time.monotonic()))
         else:
             self._lose_template(worker.id, exitcode=exitcode)
@@ -468,6 +492,8 @@ class Spawner:
             return
         self._sweep_deadline = None
         self._unburied = []
+        if self._snapshots is not None:
+            self._snapshots.settle()
         order, self._keep_order = self._keep_order, None
         if order is not None:
             self._settle_down(order, left)
@@ -475,12 +501,13 @@ class Spawner:
             self._channel.send(("swept", [(pid, procfs.state(pid) or "gone") for pid in left]))
 
     def _kill_all(self) -> list[int]:
-        """Kill whatever is below us, and return what that was. Templates that are not forking workers are spared. One
-        that is being forked is known by its mark alone."""
+        """Kill whatever is below us, and return what that was. The transfer process is spared; so are templates that
+        are not forking workers. One that is being forked is known by its mark alone."""
         spared: list[int] = []
         if self._templates is not None and all(worker.id < 0 for worker in self._forking):
             spared = [each.pid for each in self._templates.all]
-        pids = [pid for pid in procfs.descendants_of(self._pid) if pid not in spared]
+        transfer_pid = self._snapshots.transfer_pid if self._snapshots is not None else 0
+        pids = [pid for pid in procfs.descendants_of(self._pid) if pid not in (*spared, transfer_pid)]
         if spared and self._forking:
             pids = [pid for pid in pids if not procfs.mark_of(pid).endswith(_TEMPLATE_MARK)]
         for pid in pids:
@@ -489,7 +516,7 @@ class Spawner:
 
     def _kill_everything(self) -> None:
         """The agent is gone. No answer is expected, so this takes as long as the kernel needs."""
-        self._templates = None
+        self._templates = self._snapshots = None
         while self._kill_all():
             try:
                 os.waitpid(-1, 0)

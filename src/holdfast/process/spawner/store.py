@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class RoundStore:
-    """Of one round. `settle` is called in the forked process, which ends with the spawner from then on."""
+    """Of one round. `settle` is called in the forked process, which ends with the spawner from then on, and keeps only
+    the descriptors that are named."""
 
-    def __init__(self, listener_fd: int, poller: select.poll, settle: Callable[[], None]) -> None:
+    def __init__(self, listener_fd: int, poller: select.poll, settle: Callable[[list[int]], None]) -> None:
         self._listener_fd, self._lines_fd, self._pid = listener_fd, -1, 0
         self._poller, self._settle = poller, settle
         poller.register(listener_fd, select.POLLIN)
@@ -66,7 +67,7 @@ class RoundStore:
                 pass  # The pipe is full, or the spawner has gone.
 
         try:
-            self._settle()
+            self._settle([self._listener_fd, lines_fd])
             from holdfast.process import torch_store_server
 
             torch_store_server.serve(_socket.socket(fileno=self._listener_fd), say)

@@ -74,7 +74,8 @@ class GroupSpec:
     after a run that ends well. `preload_learns` are the packages whose imports are learned; empty for all, None for
     none. The launcher fills these fields from those of `LaunchConfig` that have the same names. `refusal` says why the
     group cannot be started on this node, if that is known before the rendezvous, so that all nodes hear of it.
-    `clean_shm`: see `shared_memory`.
+    `clean_shm`: see `shared_memory`. `snapshot_memory` is how many bytes the snapshots of this node may have (0: none,
+    None: a quarter of its memory), `snapshot_bandwidth` how many a second are sent to other nodes (0: no limit).
     """
 
     role: str
@@ -92,6 +93,9 @@ class GroupSpec:
     preload_keep_s: float | None = None
     preload_learns: tuple[str, ...] | None = None
     clean_shm: bool = False
+    snapshot_memory: int | None = None
+    snapshot_dir: str = ""
+    snapshot_bandwidth: int = 0
 
 
 class PContext(abc.ABC):

@@ -28,6 +28,7 @@ from holdfast.rendezvous.settings import NodeSettings, TlsFiles
 
 logger = Logger(__name__)
 
+JOB_PID_VARIABLE = "HOLDFAST_JOB_PID"  # The process of this host with which the job ends, and its coordinator.
 READY = "ready"  # What a coordinator says to the process that started it, once it serves.
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EINVAL, errno.EAFNOSUPPORT)
 _START_PATIENCE_S = 10.0

@@ -1,7 +1,9 @@
 """The coordinator process: started by an agent for its run (`main`, see `launch`), or by a user (`serve_by_hand`).
 
 One that an agent has started says what is wrong to that agent until it serves. Then it lets go of the agent's terminal,
-and writes to a log of its own; it ends with the run, or when no node is connected.
+and writes to a log of its own; it ends with the run, or when no node is connected. If an engine owns the agents, and
+the engine's process on this host is gone (`JOB_PID_VARIABLE`), it waits for no node to come back: the next run of the
+job may need the port.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from holdfast.rendezvous.coordinator.server import Coordinator, Keeper
 # The agent that starts a coordinator connects to it at once. If the agent does not, another agent was faster, and the
 # run may be over by now.
 _IDLE_TIMEOUT_S = 5.0
+_LAST_WORDS_S = 2.0  # For nodes that have not heard of the end of the run when the engine's process has ended.
+_LOOK_AGAIN_S = 0.5
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +77,9 @@ async def _serve_for_a_run(orders: Orders) -> None:
     if bytes(orders.office) == b"null":
         log = state_file.log_path(state_file.endpoint_name(*sock.getsockname()[:2]))
         try:
-            await _serve(orders, _coordinator(orders, sock, _IDLE_TIMEOUT_S), lambda: _withdraw(log))
+            coordinator = _coordinator(orders, sock, _IDLE_TIMEOUT_S)
+            _end_with_job(coordinator)
+            await _serve(orders, coordinator, lambda: _withdraw(log))
             log.unlink(missing_ok=True)
         except launch.PortTaken:
             print(launch.READY)  # Another coordinator was faster, and serves.
@@ -91,6 +97,31 @@ async def _serve_for_a_run(orders: Orders) -> None:
         await keeper.close()
     if not keeper.reason_to_resign and not coordinator.has_failed:
         log.unlink(missing_ok=True)
+
+
+def _end_with_job(coordinator: Coordinator) -> None:
+    """Other nodes may go on without the one that is here, which has finished long before them, say."""
+    loop = asyncio.get_running_loop()
+
+    def stop_without_nodes() -> None:
+        if any(each.run is not None for each in coordinator.connections.values()):
+            loop.call_later(_LOOK_AGAIN_S, stop_without_nodes)
+        else:
+            coordinator.stop()
+
+    try:
+        job = os.pidfd_open(int(os.environ[launch.JOB_PID_VARIABLE]))
+    except KeyError:
+        return
+    except (OSError, ValueError):  # The process is gone already.
+        loop.call_later(_LAST_WORDS_S, stop_without_nodes)
+        return
+
+    def ended() -> None:
+        loop.remove_reader(job)
+        loop.call_later(_LAST_WORDS_S, stop_without_nodes)
+
+    loop.add_reader(job, ended)
 
 
 def _coordinator(

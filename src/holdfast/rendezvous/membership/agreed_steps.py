@@ -16,8 +16,9 @@ A node may miss that a step is complete, and others have let the one before it g
   2. if B let step 100 go now, the copies that B has would be missing should C be lost.
 
 So a node lets an agreed step go only for a later agreed one, and nodes say which complete step they know: it is told to
-all before they are asked for the next one. Nothing else of this must survive a round or a coordinator. Whether a
-snapshot can be loaded follows from what nodes hold when they join, never from this exchange.
+all before they are asked for the next one, and so is the last one that this coordinator knows. Nothing else of this
+must survive a round or a coordinator. Whether a snapshot can be loaded follows from what nodes hold when they join,
+never from this exchange.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class AgreedSteps:
         self._margin = 1
         self._written_at = now  # When a step was agreed last that went to the disk.
         self._copies, self._every_s = 0, 0.0
+        self._complete: Complete | None = None  # The last one, and whether all members were told of it.
 
     def begin(self, place: Place, copies: int, every_s: float) -> None:
         """A round begins, or is adopted; `place` is that of any member. Steps are copied to `copies` nodes each, and
@@ -53,8 +55,9 @@ class AgreedSteps:
         self._kept: dict[str, int] = {}  # those that have.
         self._agreed: Agreed | None = None  # Until all have stored it;
         self._stored: set[str] = set()  # those that have.
-        self._complete: Complete | None = None  # The last one, and whether all members were told of it.
-        self._is_complete_told = True
+        last, self._complete, self._is_complete_told = self._complete, None, True
+        if last is not None and self._loaded is not None:  # All members of the last round may have missed it.
+            self._hear_complete(last.saved)
         self._not_before = 0.0  # It is not asked more often than this allows.
 
     def take(self, key: str, steps: SavedSteps, now: float) -> list[SnapshotOrder]:
@@ -64,8 +67,8 @@ class AgreedSteps:
         if steps.newest is not None:
             self._reported.add(key)
         self._highest = max(self._highest, *(each for each in (steps.newest, steps.kept) if each is not None), -1)
-        if steps.complete is not None and self._is_news(steps.complete):
-            self._complete, self._is_complete_told = Complete(self._order[1], steps.complete), False
+        if steps.complete is not None:
+            self._hear_complete(steps.complete)
         if self._agreed is not None:
             return self._take_stored(key, steps, self._agreed, now)
         if self._asked is not None:
@@ -76,10 +79,11 @@ class AgreedSteps:
         """For a member that may have missed it."""
         return [each for each in (self._complete, self._asked, self._agreed) if each is not None]
 
-    def _is_news(self, complete: tuple[int, int, int]) -> bool:
+    def _hear_complete(self, saved: tuple[int, int, int]) -> None:
         """Snapshots that are newer than the one that the round has loaded, and not of this round, were discarded."""
-        is_there = complete[:2] == self._order or self._loaded is None or complete <= self._loaded.order
-        return is_there and (self._complete is None or complete > self._complete.saved)
+        is_there = saved[:2] == self._order or self._loaded is None or saved <= self._loaded.order
+        if is_there and (self._complete is None or saved > self._complete.saved):
+            self._complete, self._is_complete_told = Complete(self._order[1], saved), False
 
     def _is_due(self, now: float) -> bool:
         is_wanted = self._copies > 0 or self._is_disk_due(now)

@@ -6,6 +6,7 @@
     run key   HMAC(token, run id). `holdfast token --run ID` prints it; it opens that run and no other
     keys of a connection, one for each direction: the halves of a BLAKE2b hash over both nonces, the run id and the
               endpoint as the agent dialled it, with a key that follows from the run key
+    key of snapshots  HMAC(run key): transfer processes of the run derive the keys of their connections from it
     seal      BLAKE2b with the key of the direction over the number of the frame and its body; in front of the body
 
 The first sealed frame of each side proves that it knows the token; the coordinator sends its own first. A relay can
@@ -59,6 +60,10 @@ def connection_keys(run_key: bytes, nonces: tuple[bytes, bytes], run_id: str, en
     text = _joined(*nonces, run_id.encode(), endpoint.encode())
     both = hashlib.blake2b(text, key=_derive(run_key, b"connections"), digest_size=2 * _KEY_BYTES).digest()
     return both[:_KEY_BYTES], both[_KEY_BYTES:]
+
+
+def snapshot_key(token: bytes, run_id: str) -> bytes:
+    return _derive(run_token(token, run_id), b"snapshots")
 
 
 class Seal:

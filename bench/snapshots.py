@@ -1,0 +1,99 @@
+"""State after a failure: how long until the next step is done, and what saving costs.
+
+`workers/steps.py` fails once. The time is from the failure to the end of the step after the failed one, on the last
+rank: the restart, what is read back, and the steps that are computed again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from functools import partial
+
+from bench.results import Bound, of_each, row
+from bench.sides import NS_PER_S, PRELOAD, TORCHRUN, Side, environment, marks_of_workers, started
+from bench.turns import Turns
+
+NPROC = 4
+RESTART_LIMIT_S = 100.0
+_SHM = "/dev/shm"
+
+# In a worker of holdfast's, with the size in MiB: the time of a save over that of a plain copy of the same bytes. The
+# first saves allocate memory.
+_SAVE = """
+import sys, time
+import torch
+import holdfast
+
+torch.set_num_threads(1)
+state = {str(each): torch.rand((int(sys.argv[1]) << 20) // 64) for each in range(16)}
+other = {name: tensor.clone() for name, tensor in state.items()}
+snapshots = holdfast.snapshots.open()
+
+def took(what):
+    began = time.perf_counter()
+    what()
+    return time.perf_counter() - began
+
+def copy():
+    for name, tensor in state.items():
+        other[name].copy_(tensor)
+
+def save(step):
+    with snapshots.save(step) as out:
+        out["state"] = state
+
+save(0), save(1)
+pairs = [(took(lambda: save(step)), took(copy)) for step in range(2, 12)]
+print(sorted(saved / copied for saved, copied in pairs)[len(pairs) // 2])
+"""
+
+
+def next_step(side: Side, mib: int, place: str) -> tuple[float, float]:
+    """Seconds, and the steps that were computed again. `place` is where checkpoints go; without one: snapshots. A
+    restart of torchrun that fails is tried again with the setting that spares it the usual cause."""
+    with tempfile.TemporaryDirectory(dir=place or None) as checkpoints, marks_of_workers() as marks:
+        args = (marks, checkpoints if place else "snapshots", mib)
+        argv = side.argv(NPROC, "steps.py", args, ("--max-restarts", "1"))
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if side is TORCHRUN else {}
+        with started(argv, env=env) as run:
+            done = marks.wait("done", 1, NPROC, run, RESTART_LIMIT_S)
+            failed_ns = next(iter(marks.found("failed").values())).at_ns
+            return (max(mark.at_ns for mark in done) - failed_ns) / NS_PER_S, max(mark.value for mark in done)
+
+
+def save_ratio(mib: int) -> float:
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
+        program.write(_SAVE)
+        program.flush()
+        argv = [*PRELOAD.command, program.name, str(mib)]
+        told = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr[-2000:]
+    return float(told.stdout)
+
+
+def measure_snapshots(turns: Turns) -> None:
+    for mib in turns.size((64, 512), (8,)):
+        what = f"failure to the end of the next step, {NPROC} workers with {mib} MiB of state each"
+        disk = tempfile.gettempdir()
+        sides = {
+            PRELOAD.name: partial(next_step, PRELOAD, mib, ""),
+            TORCHRUN.name: partial(next_step, TORCHRUN, mib, disk),
+        }
+        found = turns.compare(f"snapshots, {mib} MiB", sides, warm_up=False)
+        in_files = {side.name: partial(next_step, side, mib, disk) for side in (PRELOAD,)}
+        shm = {side.name: partial(next_step, side, mib, _SHM) for side in (PRELOAD, TORCHRUN)}
+        found_disk = turns.compare(f"checkpoints on disk, {mib} MiB", in_files, warm_up=False)
+        found_shm = turns.compare(f"checkpoints in {_SHM}, {mib} MiB", shm, warm_up=False)
+        ratios = turns.compare(f"save, {mib} MiB", {PRELOAD.name: partial(save_ratio, mib)}, warm_up=False)
+        bound = Bound(0.1, TORCHRUN.name, side=PRELOAD.name)
+        turns.rows += [
+            row(f"next_step.{mib}", f"{what}: snapshots; torchrun: a checkpoint on disk every tenth step", "s",
+                of_each(found, lambda each: each[0]), bound),
+            row(f"steps_again.{mib}", "steps computed again", "", of_each(found, lambda each: each[1])),
+            row(f"next_step_disk.{mib}", "the same with checkpoints on disk", "s",
+                of_each(found_disk, lambda each: each[0])),
+            row(f"next_step_shm.{mib}", f"the same with checkpoints in {_SHM}", "s",
+                of_each(found_shm, lambda each: each[0])),
+            row(f"save.{mib}", f"save of {mib} MiB over a plain copy", "x", ratios, Bound(1.3, side=PRELOAD.name)),
+        ]  # fmt: skip

@@ -1,0 +1,316 @@
+"""What the agent has moved of its node's snapshots: parts that come from other nodes or from disk when a round begins,
+copies and files of agreed steps, and files at the end of the run.
+
+The spawner's transfer process does the work (`process.spawner.transfers`); here is what is ordered and what follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from holdfast import escape
+from holdfast.errors import UserError
+from holdfast.frozen import changed, fields_of
+from holdfast.log import Logger
+from holdfast.rendezvous.membership.model import Agreed, Chosen, Complete, KeepFrom, Place, SavedSteps, SnapshotOrder
+from holdfast.signals import SignalException
+from holdfast.snapshots import disk
+from holdfast.snapshots.slots import Snapshot, ranges_of
+from holdfast.telemetry.status import HeldParts
+
+if TYPE_CHECKING:
+    from holdfast.process.spawner.client import SpawnerLink
+    from holdfast.process.spawner.wire import Message
+    from holdfast.rendezvous.coordination import Coordination
+
+logger = Logger(__name__)
+
+_AT_THE_END = 2  # Nodes may be one step apart: what the others have is the newest step of this one, or the one before.
+
+
+_LAST_MOMENT_S = 0.5  # After the grace period, to hear of files that were written in it.
+_WRITTEN = "written"
+
+
+class SnapshotTransfers:
+    """Of one agent. `directory` is that of --snapshot-dir, or empty; `bandwidth` a limit in bytes a second, or 0."""
+
+    def __init__(self, directory: str, bandwidth: int) -> None:
+        self._directory, self._bandwidth = os.path.abspath(directory) if directory else "", bandwidth
+        self._numbers = itertools.count(1)
+        self._link: SpawnerLink | None = None
+        self._run: Coordination | None = None
+        self._place = Place(0, 0, 0, 1)
+        self._ranks: Sequence[int] = ()
+        self._steps = SavedSteps()
+        self._kept: Snapshot | None = None  # In this round, because the run has asked for it.
+        self._agreed: Snapshot | None = None  # The last one that all nodes keep, and the last that all have stored.
+        self._complete: tuple[int, int, int] | None = None
+        self._storing: dict[int, str] = {}  # Orders for the agreed step, and what each is.
+        self._awaited: dict[int, Callable[[list[str]], None]] = {}  # Other orders.
+        self._last_files: set[int] = set()  # Orders that write the last files.
+        self._written: set[Snapshot] = set()
+        self._on_disk: dict[Snapshot, list[disk.Found]] = {}
+        self._has_looked = False
+        self._lines: set[str] = set()  # About the directory.
+
+    # The directory.
+
+    def look_at_disk(self) -> dict[Snapshot, list[tuple[int, int]]]:
+        """The snapshots in the directory, with ranges of ranks. It is made if it is not there at the first look."""
+        self._on_disk = {}
+        try:
+            if not self._has_looked:
+                os.makedirs(self._directory, exist_ok=True)
+            self._on_disk = self._found(self._say_once)
+        except OSError as error:
+            text = f"--snapshot-dir {self._directory}: {error.strerror}"
+            if not self._has_looked:
+                raise UserError(text) from None
+            logger.warning("%s", text)
+        self._has_looked = True
+        return {snapshot: ranges_of(each.part.rank for each in files) for snapshot, files in self._on_disk.items()}
+
+    def _found(self, say: Callable[[str], None]) -> dict[Snapshot, list[disk.Found]]:
+        found: dict[Snapshot, list[disk.Found]] = {}
+        for each in disk.found_in(self._directory, say):
+            found.setdefault(each.part.snapshot, []).append(each)
+        return found
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._lines:
+            self._lines.add(line)
+            logger.warning("%s", escape.one_line(line))
+
+    def _leave_later_steps(self, chosen: Chosen | None) -> None:
+        """The training goes on from the chosen step, so later ones in the directory are of a past that was left. They
+        are set aside: no run loads them, and they are not mixed with those of the same number that follow. If nothing
+        is loaded, perhaps by mistake, they stay as they are."""
+        steps = sorted({snapshot[2] for snapshot in self._on_disk})
+        if chosen is not None and chosen.snapshot is not None and not chosen.needs_reshard:
+            for step in steps:
+                if step > chosen.snapshot.step and (path := disk.set_aside(self._directory, step)):
+                    self._say_once(f"this run goes on from step {chosen.snapshot.step}; a later one is now {path}")
+        elif steps:
+            text = (
+                f"{self._directory} has step {steps[-1]}, which is not loaded as it is. Lower steps of this run count "
+            )
+            self._say_once(f"{text}less; give a training that begins anew another directory")
+
+    # A round.
+
+    def begin(self, link: SpawnerLink, run: Coordination, place: Place, ranks: Sequence[int]) -> list[int]:
+        """Before the spawner hears of the round. Returns the ranks whose parts are about to come."""
+        self._link, self._run = link, run
+        self._place, self._ranks = place, ranks
+        self._steps, self._kept, self._storing = SavedSteps(complete=self._complete), None, {}
+        self._leave_later_steps(place.chosen)
+        fetched, read = parts_to_get(place.chosen, ranks, self._files_of(place.chosen))
+        return [*(rank for rank, _, _ in fetched), *read]
+
+    def attach(self, link: SpawnerLink, run: Coordination) -> None:
+        """Have this spawner ready to move slots."""
+        self._link, self._run = link, run
+        if link.has_peers:
+            return
+        found = run.snapshot_listener()
+        fds, key = ((found[0],), found[1]) if found is not None else ((), b"")
+        link.order_of_snapshots("peers", key, self._bandwidth, self._directory, fds=fds)
+        link.has_peers, link.hear_of_snapshots = True, self.hear
+
+    def order_parts(self) -> None:
+        """After that."""
+        assert self._link is not None
+        assert self._run is not None
+        self.attach(self._link, self._run)
+        chosen = self._place.chosen
+        fetched, read = parts_to_get(chosen, self._ranks, self._files_of(chosen))
+        if chosen is not None and chosen.snapshot is not None:
+            snapshot = plain(chosen)
+            for kind, argument in (("fetch", fetched), ("read", read)):
+                if argument:
+                    self._order(kind, snapshot, argument, self._say_what_came)
+
+    def _files_of(self, chosen: Chosen | None) -> set[int]:
+        files = self._on_disk.get(plain(chosen), []) if chosen is not None and chosen.snapshot is not None else []
+        return {each.part.rank for each in files}
+
+    def _say_what_came(self, problems: list[str]) -> None:
+        for problem in problems:
+            logger.warning("a part of the snapshot to load cannot be had: %s", problem)
+
+    def _order(
+        self, kind: str, snapshot: Snapshot, argument: object, then: Callable[[list[str]], None] | None = None
+    ) -> int:
+        assert self._link is not None
+        number = next(self._numbers)
+        if then is not None:
+            self._awaited[number] = then
+        self._link.order_of_snapshots("transfer", number, kind, snapshot, argument)
+        return number
+
+    # Agreed steps.
+
+    def obey(self, order: SnapshotOrder) -> None:
+        """An order may come again after a connection was lost."""
+        if self._link is None:
+            return
+        match order:
+            case KeepFrom(_, step):
+                if self._kept is None or self._kept[2] < step:
+                    self._kept = None
+                    self._link.order_of_snapshots("keep", step, self._retained())
+            case Agreed(_, step, to_disk):
+                self._store(step, to_disk)
+            case Complete(_, saved):
+                if self._complete is None or saved > self._complete:
+                    self._complete = saved
+                    self._link.order_of_snapshots("complete", saved[2], self._retained())
+                    self._tell(changed(self._steps, complete=saved))
+
+    def _retained(self) -> list[tuple[int, int, int]]:
+        """What must not go: the last complete step, and newer ones that were agreed or are kept."""
+        oldest = self._complete or (0, 0, 0)
+        known = [each[:3] for each in (self._agreed, self._kept) if each is not None]
+        return [oldest, *(each for each in known if each > oldest)]
+
+    def _store(self, step: int, to_disk: bool) -> None:
+        if self._agreed is not None and self._agreed == self._kept:
+            return
+        if self._kept is None or self._kept[2] != step or self._link is None:
+            self._tell(changed(self._steps, failed=step))
+            return
+        self._agreed, self._storing = self._kept, {}
+        self._link.order_of_snapshots("retain", self._retained())
+        if self._place.copy_to:
+            self._storing[self._order("send", self._kept, self._place.copy_to)] = "copied to another node"
+        if to_disk and self._directory:
+            self._storing[self._order("write", self._kept, (self._directory, False))] = _WRITTEN
+        if not self._storing:
+            self._tell(changed(self._steps, stored=step))
+
+    def _tell(self, steps: SavedSteps) -> None:
+        if steps != self._steps and self._run is not None and self._place.agrees_on_steps:
+            self._steps = steps
+            self._run.report_steps(self._place.round, steps)
+
+    def hear(self, report: Message) -> None:
+        """What the spawner reports about snapshots."""
+        match report:
+            case ("held", _, step, _):
+                self._tell(changed(self._steps, newest=step))
+            case ("kept_step", snapshot) if snapshot[:2] == (self._place.term, self._place.round):
+                self._kept = snapshot
+                self._tell(changed(self._steps, kept=snapshot[2]))
+            case ("transferred", number, _, snapshot, problems):
+                if number in self._last_files:
+                    self._last_files.remove(number)
+                    self._end_last_file(snapshot, problems)
+                elif number in self._awaited:
+                    self._awaited.pop(number)(problems)
+                elif number in self._storing:
+                    self._end_store(self._storing.pop(number), snapshot, problems)
+
+    def _end_store(self, what: str, snapshot: Snapshot, problems: list[str]) -> None:
+        if what == _WRITTEN and not problems:
+            self._written.add(snapshot)
+        if problems:
+            self._storing = {}
+            logger.warning("step %d cannot be %s: %s", snapshot[2], what, problems[0])
+            self._tell(changed(self._steps, failed=snapshot[2]))
+        elif not self._storing:
+            self._tell(changed(self._steps, stored=snapshot[2]))
+
+    # The end of the run.
+
+    def begin_last_files(self) -> None:
+        """Have the newest common steps of this node written, unless they are already. May be called again. The spawner
+        knows which these are: the agent hears of commits a second late."""
+        if self._link is None or not self._link.has_peers or not self._directory:
+            return
+        numbers = [next(self._numbers) for _ in range(_AT_THE_END)]
+        self._last_files.update(numbers)
+        self._link.order_of_snapshots("last", numbers, self._directory, [*self._written])
+
+    def _end_last_file(self, snapshot: Snapshot | None, problems: list[str]) -> None:
+        if snapshot is not None and problems:
+            logger.warning("step %d cannot be written to %s: %s", snapshot[2], self._directory, problems[0])
+        elif snapshot is not None:
+            logger.info("step %d of this node was written to %s", snapshot[2], self._directory)
+
+    def await_last_files(self, until: float) -> None:
+        """Blocks until then at most. What is not written by then does not count, and older files stay."""
+        link, files = self._link, self._last_files
+        until = max(until, time.monotonic() + _LAST_MOMENT_S)
+        with contextlib.suppress(SignalException):  # Another signal: the user does not want to wait.
+            while link is not None and files and not link.is_gone and (left_s := until - time.monotonic()) > 0:
+                link.wait(left_s, new_signals_only=True)
+                link.reports()
+        if files:
+            logger.warning("not all files were written to %s within the grace period", self._directory)
+
+    # For people.
+
+    def export(self, snapshot: Snapshot, directory: str, then: Callable[[list[str]], None]) -> None:
+        self._order("write", snapshot, (directory, False), then)
+
+    def told(self) -> list[HeldParts]:
+        """What is in the directory. Any thread may ask."""
+        if not self._directory:
+            return []
+        with contextlib.suppress(OSError):
+            found = self._found(lambda line: None)
+            return [parts_on_disk(snapshot, files, time.time()) for snapshot, files in found.items()]
+        return []
+
+
+def plain(chosen: Chosen) -> Snapshot:
+    """The chosen snapshot as the spawner knows it."""
+    assert chosen.snapshot is not None
+    term, round, step, world_size, is_replicated = fields_of(chosen.snapshot).values()
+    return term, round, step, world_size, is_replicated
+
+
+def parts_to_get(
+    chosen: Chosen | None, ranks: Sequence[int], files: Collection[int]
+) -> tuple[list[tuple[int, str, int]], list[int]]:
+    """The parts that this node lacks in memory: rank, address and port of those that other nodes have, and the ranks
+    that are in the directory. `files` are the ranks of the chosen snapshot there."""
+    if chosen is None or chosen.snapshot is None:
+        return [], []
+    fetched = [
+        (rank, source.address, source.port)
+        for source in chosen.sources
+        for rank in range(source.ranks[0], sum(source.ranks))
+    ]
+    if chosen.snapshot.is_replicated:
+        wanted = set() if fetched else {*sorted(files)[:1]}
+    elif chosen.needs_reshard:
+        wanted = {*range(chosen.snapshot.world_size)}
+    else:
+        wanted = {*ranks}
+    is_of_disk = (chosen.snapshot.term, chosen.snapshot.round) == (0, 0)
+    return fetched, sorted((wanted & {*files}) - {rank for rank, _, _ in fetched}) if is_of_disk else []
+
+
+def parts_in_memory(parts: Sequence[tuple[Snapshot, int, int, bool, float]], now: float) -> list[HeldParts]:
+    """`parts` are those of `SpawnerLink.parts`."""
+    made = []
+    for key in dict.fromkeys((snapshot, is_own) for snapshot, _, _, is_own, _ in parts):
+        chosen = [(rank, size, at) for snapshot, rank, size, is_own, at in parts if (snapshot, is_own) == key]
+        ranks = tuple(ranges_of(rank for rank, _, _ in chosen))
+        known = (sum(size for _, size, _ in chosen), round(max(0.0, now - max(at for _, _, at in chosen)), 3))
+        made.append(HeldParts(*key[0], ranks, *known, "memory" if key[1] else "copy"))
+    return made
+
+
+def parts_on_disk(snapshot: Snapshot, files: Sequence[disk.Found], now: float) -> HeldParts:
+    """`now` is the wall clock."""
+    age_s = max(0.0, now - max(each.written_at for each in files))
+    ranks, size = tuple(ranges_of(each.part.rank for each in files)), sum(each.part.bytes for each in files)
+    return HeldParts(*snapshot, ranks, size, round(age_s, 3), "disk")

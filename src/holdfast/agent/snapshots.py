@@ -1,0 +1,145 @@
+"""The agent's part in snapshots: what this node may keep, what it holds, and what the workers of a round are to load.
+
+The slots are the spawner's (`process.spawner.snapshots`). The agent tells it of each round, and tells the run what is
+held.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from holdfast.failures import oom
+from holdfast.frozen import fields_of
+from holdfast.rendezvous.membership.model import Held, Place, SnapshotId
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from holdfast.agent.model import Worker
+    from holdfast.agent.snapshot_transfers import SnapshotTransfers
+    from holdfast.process.spawner.client import SpawnerLink
+    from holdfast.rendezvous.coordination import Coordination
+    from holdfast.snapshots.slots import Snapshot
+    from holdfast.telemetry.status import SnapshotList, SnapshotStatus
+
+_SHARE = 4  # A quarter of the memory, unless the user says otherwise.
+
+
+class NodeSnapshots:
+    """Of one agent. `limit_bytes` is for all slots together; None: a share of this node's memory. `directory` is where
+    snapshots are written, if they are; `bandwidth` how many bytes a second are sent to other nodes, 0: no limit."""
+
+    def __init__(self, limit_bytes: int | None, directory: str = "", bandwidth: int = 0) -> None:
+        self._limit_bytes, self._directory, self._bandwidth = limit_bytes, directory, bandwidth
+        self._link: SpawnerLink | None = None
+        self._run: Coordination | None = None
+        self._made: SnapshotTransfers | None = None
+        self.is_over = False  # The run has succeeded: what is held is not needed any more.
+        self.steps_lost: int | None = None  # Steps that were computed again, as far as that is known.
+
+    def begin(
+        self,
+        link: SpawnerLink | None,
+        place: Place,
+        workers: Sequence[Worker],
+        envs: dict[int, dict[str, str]],
+        reached: int | None,
+    ) -> None:
+        """Before the workers of a round are ordered. Without a link each start has a spawner of its own. `reached` is
+        the step that all workers of the last round had reported."""
+        self._link = link
+        if self._limit_bytes == 0:
+            return
+        if link is None:
+            from holdfast.snapshots.messages import VARIABLE
+
+            for env in envs.values():
+                env[VARIABLE] = "the start method is fork"
+            return
+        if self._limit_bytes is None:
+            self._limit_bytes = memory_bytes() // _SHARE
+        chosen, ranks = place.chosen, [worker.global_rank for worker in workers]
+        snapshot = chosen.snapshot if chosen is not None else None
+        if snapshot is not None:
+            self.steps_lost = (self.steps_lost or 0) + max(0, (reached or 0) - snapshot.step)
+        world_size = next((worker.world_size for worker in workers), 0)
+        known = (*fields_of(snapshot).values(),) if snapshot is not None else None
+        problem = chosen.problem if chosen is not None else ""
+        round = (place.term, place.round, world_size, ranks, known, problem)
+        if self._run is None or not self._can_move(place, self._run):
+            link.begin_snapshots(self._limit_bytes, *round)
+            return
+        coming = self.transfers.begin(link, self._run, place, ranks)
+        link.begin_snapshots(self._limit_bytes, *round, coming)
+        self.transfers.order_parts()
+
+    def _can_move(self, place: Place, run: Coordination) -> bool:
+        return bool(self._directory or self._made or run.snapshot_port or place.agrees_on_steps)
+
+    @property
+    def transfers(self) -> SnapshotTransfers:
+        """Made when it is first needed: most runs move nothing."""
+        if self._made is None:
+            from holdfast.agent.snapshot_transfers import SnapshotTransfers
+
+            self._made = SnapshotTransfers(self._directory, self._bandwidth)
+        return self._made
+
+    def tell(self, run: Coordination) -> None:
+        """Before this node joins: what it holds."""
+        self._run = run
+        if self._limit_bytes == 0:
+            return
+        run.has_snapshots = True
+        held = {tuple(snapshot): [*ranks] for snapshot, ranks in self._link.held} if self._link is not None else {}
+        for snapshot, ranks in (self.transfers.look_at_disk() if self._directory else {}).items():
+            held[snapshot] = held.get(snapshot, []) + ranks
+        run.held = tuple(Held(SnapshotId(*key), tuple(map(tuple, ranks))) for key, ranks in held.items())
+
+    def begin_last_files(self) -> None:
+        """The run ends, or this node leaves it: have its newest steps written, if there is a directory for them."""
+        if self._made is not None and not self.is_over:
+            self._made.begin_last_files()
+
+    def await_last_files(self, until: float) -> None:
+        if self._made is not None and not self.is_over:
+            self._made.begin_last_files()  # The last steps of workers that have ended by now.
+            self._made.await_last_files(until)
+
+    def export(self, snapshot: Snapshot, directory: str, then: Callable[[list[str]], None]) -> None:
+        """Write this node's parts as files. `then` gets the problems."""
+        if self._link is None or self._run is None:
+            then(["this node has no snapshots"])
+            return
+        if not self._link.has_peers:
+            self.transfers.attach(self._link, self._run)
+        self.transfers.export(snapshot, directory, then)
+
+    def told(self) -> SnapshotList:
+        """All that this node has. Any thread may ask."""
+        from holdfast.agent.snapshot_transfers import parts_in_memory
+        from holdfast.telemetry.status import SnapshotList
+
+        found = parts_in_memory([*self._link.parts], time.monotonic()) if self._link is not None else []
+        on_disk = self._made.told() if self._made is not None else []
+        used = self._link.snapshot_bytes if self._link is not None else 0
+        return SnapshotList(used, self._limit_bytes or 0, self._directory, (*found, *on_disk))
+
+    def status(self) -> SnapshotStatus | None:
+        """None if no worker has saved anything. Any thread may ask."""
+        link = self._link
+        if link is None or not link.snapshot_bytes:
+            return None
+        from holdfast.telemetry.status import SnapshotStatus
+
+        age_s = None if link.common_step is None else round(max(0.0, time.monotonic() - link.common_at), 3)
+        return SnapshotStatus(link.common_step, age_s, link.snapshot_bytes, self._limit_bytes or 0, self.steps_lost)
+
+
+def memory_bytes() -> int:
+    """The memory of this host, or of the smallest control group above this process."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = oom.memory_killer_counter()
+    return min(total, group.limit_bytes) if group is not None and group.limit_bytes else total

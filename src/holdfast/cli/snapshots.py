@@ -1,0 +1,113 @@
+"""`holdfast snapshots`: the snapshots that a run has in memory and on disk, or those of a directory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+
+from holdfast import escape
+from holdfast.cli import console, runs
+from holdfast.cli.arguments.parser import PlainParser
+from holdfast.errors import HostError, UserError
+from holdfast.observe import run_view, snapshots, words
+from holdfast.observe.ask import AskedRun
+from holdfast.observe.run_view import RunView
+from holdfast.observe.snapshots import Listed
+from holdfast.telemetry.status import SnapshotList, plain
+from holdfast.text import plural, size_text
+
+PROGRAM = "holdfast snapshots"
+
+_EXPORT_LIMIT_S = 600.0
+_HEADING = ("STEP", "RANKS", "SIZE", "AGE", "MEMORY", "COPIES", "DISK")
+
+_EPILOG = """\
+A snapshot that lacks ranks cannot be loaded, unless it is replicated. SIZE is that of all parts that were found.
+
+exit status:
+  0  the snapshots were listed, or written
+  1  there is no such run, it cannot be asked, or the files cannot be written
+  2  wrong usage, or more than one run fits
+
+examples:
+  holdfast snapshots job7
+  holdfast snapshots job7 --export /data/step
+  holdfast snapshots --dir /data/snapshots
+"""
+
+
+def get_parser() -> PlainParser:
+    parser = runs.parser_for(PROGRAM, "List the snapshots of a run: steps, ages, sizes, and where they are.", _EPILOG)
+    parser.add_argument("--dir", metavar="DIR", help="list those in a directory of --snapshot-dir; needs no run")
+    parser.add_argument("--export", metavar="DIR", help="have the agents of this host write their parts of the newest "
+                        "complete snapshot in memory to DIR/step-N, as safetensors files")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    args = get_parser().parse_args(argv)
+    return console.show(PROGRAM, lambda: _show(args))
+
+
+def _show(args: argparse.Namespace) -> str:
+    if args.dir is not None:
+        if args.export is not None or runs.name_in(args):
+            raise UserError("--dir is for a directory; leave out RUN and --export")
+        nodes = {os.uname().nodename: snapshots.in_directory(args.dir, time.time(), _complain)}
+        return _text(nodes, args)
+    run = runs.open_run(args)
+    view = run_view.look(run)
+    nodes, problems = snapshots.take(run, view)
+    for name, problem in problems.items():
+        _complain(f"node {name} is left out: {problem}")
+    if problems and not nodes:
+        raise HostError("no node has answered")
+    return _text(nodes, args) if args.export is None else _export(run, view, nodes, args.export)
+
+
+def _complain(text: str) -> None:
+    console.write_error(PROGRAM, text)
+
+
+def _text(nodes: dict[str, SnapshotList], args: argparse.Namespace) -> str:
+    listed = snapshots.listed(nodes)
+    if args.json:
+        told = [
+            {**plain(each), "step": each.step, "world_size": each.key[3], "is_replicated": each.key[4]}
+            for each in listed
+        ]
+        return json.dumps({"snapshots": told, "nodes": plain(nodes)}, indent=2) + "\n"
+    if not listed:
+        return "there are no snapshots\n"
+    return "\n".join(words.table([_HEADING, *map(_row, listed)])) + "\n"
+
+
+def _row(each: Listed) -> tuple[str, ...]:
+    places = [plural(len(each.places[where]), "node") if where in each.places else "-" for where in ("memory", "copy")]
+    on_disk = "yes" if "disk" in each.places else "-"
+    return (str(each.step), each.rank_words(), size_text(each.bytes), words.age_text(each.age_s), *places, on_disk)
+
+
+def _export(run: AskedRun, view: RunView, nodes: dict[str, SnapshotList], directory: str) -> str:
+    in_memory = [each for each in snapshots.listed(nodes) if "memory" in each.places and not each.missing]
+    if not in_memory:
+        raise HostError("no snapshot in memory is complete")
+    newest, here = in_memory[0], {name for name, told in view.agents.items() if told.is_here}
+    holders = [*newest.places["memory"]]
+    asked = [name for name in holders if name in here]
+    if not asked:
+        raise HostError(f"step {newest.step} is on other hosts ({', '.join(holders)}); run this command there")
+    os.makedirs(directory, exist_ok=True)
+    request = {"command": "export", "snapshot": newest.key, "directory": os.path.abspath(directory)}
+    lines = []
+    for name, answer in run.ask_nodes(asked, request, _EXPORT_LIMIT_S).items():
+        if isinstance(answer, HostError):
+            raise HostError(f"{name}: {answer}")
+        lines.append(f"{name}: wrote its part of step {newest.step} to {directory}/step-{newest.step}")
+    others = [] if newest.key[4] else [name for name in holders if name not in here]
+    if others:
+        _complain(f"parts of step {newest.step} are on other hosts ({', '.join(others)}); run this command there, too")
+    return escape.lines("\n".join(lines)) + "\n"

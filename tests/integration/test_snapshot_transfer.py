@@ -1,0 +1,183 @@
+"""Parts of snapshots between nodes: real connections, and peers that are slow, cut off, lie, or have another token."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import zlib
+
+import pytest
+
+from holdfast.snapshots import frames, transfer
+from holdfast.snapshots.frames import Part
+from tests import support
+from tests.promises import promise, proves
+from tests.transfers import KEY, SNAPSHOT, memory_file, nodes
+
+DATA = os.urandom((3 << 20) + 17)
+PART = Part(SNAPSHOT, 1, len(DATA))
+
+
+def test_a_part_is_fetched_and_a_copy_is_sent() -> None:
+    with nodes({}, {}) as (one, other):
+        one.hold(PART, DATA)
+        other.order("fetch", 5, SNAPSHOT, 1, "127.0.0.1", one.port)
+        other.await_said("done", 5)
+        assert other.data_of(PART) == DATA
+        copy = Part(SNAPSHOT, 0, len(DATA))
+        one.order("send", 6, SNAPSHOT, 0, len(DATA), "127.0.0.1", other.port, fds=(memory_file(DATA),))
+        one.await_said("done", 6)
+        assert other.data_of(copy) == DATA
+        # The second sender of a part hears that it is there, and sends nothing.
+        one.order("send", 7, SNAPSHOT, 0, 4, "127.0.0.1", other.port, fds=(memory_file(b"else"),))
+        one.await_said("done", 7)
+        assert other.data_of(copy) == DATA
+
+
+def test_what_the_source_has_not_and_what_does_not_fit_is_said() -> None:
+    with nodes({}, {"limit": 1000}) as (one, other):
+        other.order("fetch", 1, SNAPSHOT, 0, "127.0.0.1", one.port)
+        assert other.await_said("failed", 1)[2].endswith("refused: it is not here")
+        one.hold(PART, DATA)
+        other.order("fetch", 2, SNAPSHOT, 1, "127.0.0.1", one.port)
+        assert other.await_said("failed", 2)[2] == f"{len(DATA)} bytes do not fit"
+        one.order("send", 3, SNAPSHOT, 0, len(DATA), "127.0.0.1", other.port, fds=(memory_file(DATA),))
+        assert one.await_said("failed", 3)[2].endswith(f"refused: {len(DATA)} bytes do not fit")
+        assert other.slots == {}
+
+
+@promise("snapshots.port-proof: The port for snapshots serves only peers that prove the run's token.")
+def test_a_peer_with_another_token_gets_nothing() -> None:
+    with nodes({}, {"key": b"x" * 32}) as (one, other):
+        one.hold(PART, DATA)
+        other.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", one.port)
+        assert "before it had proven that it knows this run's token" in other.await_said("failed", 1)[2]
+        assert "not made with this run's token" in one.await_said("line")[1]
+        other.order("send", 2, SNAPSHOT, 0, len(DATA), "127.0.0.1", one.port, fds=(memory_file(DATA),))
+        other.await_said("failed", 2)
+        assert {each[0] for each in one.said} == {"line"}
+
+
+def test_a_source_that_is_not_there_is_named() -> None:
+    with nodes({}) as (one,):
+        port = support.free_port()
+        one.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", port)
+        assert one.await_said("failed", 1)[2] == f"the node at 127.0.0.1:{port} cannot be reached: Connection refused"
+
+
+class Client:
+    """A peer that knows the key, and does as it likes."""
+
+    def __init__(self, port: int, key: bytes = KEY) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), 10)
+        nonce = os.urandom(frames.NONCE_BYTES)
+        self.sock.sendall(frames.MAGIC + nonce)
+        self._out, self._in = frames.seals_of(key, nonce, self.read(frames.NONCE_BYTES))
+
+    def read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            data += (piece := self.sock.recv(size - len(data)))
+            if not piece:
+                raise EOFError
+        return data
+
+    def send(self, body: bytes) -> None:
+        self.sock.sendall(self._out.header(body[:1], body[1:]) + body[1:])
+
+    def receive(self) -> bytes:
+        length, seal = frames.length_in(self.read(frames.HEADER.size))
+        body = self.read(length)
+        self._in.check(seal, body)
+        return body
+
+
+LIES = {
+    "less": ([frames.DATA + b"ab", frames.end(zlib.crc32(b"ab"))], "sent 2 bytes and had announced 4"),
+    "more": ([frames.DATA + b"abcdef"], "sent more than the 4 bytes that it announced"),
+    "checksum": ([frames.DATA + b"abcd", frames.end(7)], "sent data whose checksum is wrong"),
+    "cut": ([frames.DATA + b"ab"], "closed the connection"),
+    "junk": ([frames.DATA + b"abcd", b"?"], "sent something other than the end of the data"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@promise(
+    "snapshots.copy-verified: A copy of a snapshot counts when all of it has arrived and its checksum is right. A peer "
+    "that is cut off or lies about sizes costs one line."
+)
+def test_a_copy_that_is_not_what_was_announced_does_not_count(lie: str) -> None:
+    bodies, words = LIES[lie]
+    with nodes({}) as (node,):
+        client = Client(node.port)
+        client.send(frames.request(frames.PUT, Part(SNAPSHOT, 0, 4)))
+        assert frames.size_in(client.receive()) == 4
+        for body in bodies:
+            client.send(body)
+        client.sock.close()
+        node.await_said("dropped")
+        assert node.await_said("line")[1] == f"snapshots: the node at 127.0.0.1 {words} (rank 0 of step 70)"
+        assert node.slots == {}
+
+
+def test_two_nodes_do_not_send_the_same_part_at_once() -> None:
+    with nodes({}) as (node,):
+        first, second = Client(node.port), Client(node.port)
+        for client in (first, second):
+            client.send(frames.request(frames.PUT, Part(SNAPSHOT, 0, 4)))
+            if client is first:
+                assert frames.size_in(client.receive()) == 4
+        with pytest.raises(frames.FrameError, match="another node is sending this part"):
+            frames.size_in(second.receive())
+        first.send(frames.DATA + b"abcd")
+        first.send(frames.end(zlib.crc32(b"abcd")))
+        assert first.receive() == frames.HELD
+        node.await_said("received")
+        assert node.data_of(Part(SNAPSHOT, 0)) == b"abcd"
+
+
+@pytest.mark.parametrize(
+    ("junk", "words"),
+    [(b"GET / HT", "is no transfer process"), (frames.MAGIC, "took too long to answer")],
+)
+@proves("snapshots.port-proof")
+def test_strangers_have_a_moment_to_prove_themselves(junk: bytes, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "STRANGER_LIMIT_S", 0.3)
+    with nodes({}) as (node,), socket.create_connection(("127.0.0.1", node.port), 10) as stranger:
+        stranger.sendall(junk)
+        assert stranger.recv(100) == b""
+        assert node.await_said("line")[1] == f"snapshots: a connection from 127.0.0.1 was closed: it {words}"
+
+
+@promise("snapshots.port-strangers: Strangers at the port for snapshots delay peers by seconds at most.")
+def test_peers_wait_until_strangers_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "STRANGER_LIMIT_S", 1.0)
+    with nodes({}) as (node,):
+        node.hold(PART, DATA)
+        strangers = [socket.create_connection(("127.0.0.1", node.port), 10) for _ in range(30)]
+        client = Client(node.port)
+        client.send(frames.request(frames.GET, PART))
+        assert frames.size_in(client.receive()) == len(DATA)
+        assert len([each for each in node.said if each[0] == "line"]) <= 20
+        for each in strangers:
+            each.close()
+
+
+def test_a_peer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "FRAME_LIMIT_S", 0.3)
+    with nodes({}) as (node,):
+        client = Client(node.port)
+        client.send(frames.request(frames.PUT, Part(SNAPSHOT, 0, 4)))
+        client.receive()
+        assert "took too long to answer (rank 0 of step 70)" in node.await_said("line")[1]
+        node.await_said("dropped")
+
+
+def test_the_bandwidth_has_a_limit() -> None:
+    with nodes({"bandwidth": 1 << 20}, {}) as (one, other):
+        began = time.monotonic()
+        one.order("send", 1, SNAPSHOT, 1, len(DATA), "127.0.0.1", other.port, fds=(memory_file(DATA),))
+        one.await_said("done", 1)
+        assert time.monotonic() - began >= 2.5  # 3 MiB, less the first burst.
+        assert other.data_of(PART) == DATA

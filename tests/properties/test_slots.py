@@ -1,0 +1,180 @@
+"""Whatever workers ask, in whatever order: the newest common snapshot of a node stays whole, and memory is counted."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from holdfast.snapshots.slots import Action, Ledger, Snapshot, ranges_of
+from tests.promises import promise
+
+LIMIT = 40 << 10
+RANKS = st.integers(0, 3)
+SIZES = st.integers(1, 9000)
+
+
+class Slots(RuleBasedStateMachine):
+    """`content` is what the memory files hold: the part of a rank, or nothing that can be loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(LIMIT)
+        self.content: dict[int, tuple[Snapshot, int] | None] = {}
+        self.capacity: dict[int, int] = {}
+        self.given: dict[int, int] = {}  # Rank -> slot.
+        self.receiving: list[int] = []
+        self.committed: dict[Snapshot, set[int]] = {}
+        self.base: Snapshot | None = None
+        self.common: Snapshot | None = None
+        self.round = 0
+
+    def do(self, actions: list[Action]) -> list[Action]:
+        for action in actions:
+            match action:
+                case ("make", slot, size):
+                    assert slot not in self.capacity
+                    self.capacity[slot], self.content[slot] = size, None
+                case ("drop", slot):
+                    del self.capacity[slot], self.content[slot]
+                case ("give", rank, _, slot, size):
+                    assert self.capacity[slot] == size
+                    assert all(other == rank or held != slot for other, held in self.given.items())
+                    self.given[rank], self.content[slot] = slot, None
+                case ("found", _, _, slot, snapshot, _):
+                    held = self.content[slot]
+                    assert held is not None
+                    assert held[0] == snapshot == self.ledger.chosen
+        return actions
+
+    @initialize()
+    def first_round(self) -> None:
+        self.begin(2, 0, None)
+
+    @rule(count=st.integers(1, 3), first=RANKS, pick=st.none() | st.integers(0, 5))
+    def begin(self, count: int, first: int, pick: int | None) -> None:
+        held = [snapshot for snapshot, _ in self.ledger.held()]
+        chosen = held[pick % len(held)] if held and pick is not None else None
+        self.base = chosen or self.common or self.base
+        self.round, self.common = self.round + 1, None
+        self.given, self.receiving, self.committed = {}, [], {}
+        self.do(self.ledger.begin(1, self.round, 4, range(first, first + count), chosen))
+        assert chosen is None or all(snapshot <= chosen for snapshot, _ in self.ledger.held())
+
+    @rule(rank=RANKS, size=SIZES)
+    def want(self, rank: int, size: int) -> None:
+        if rank in self.ledger.ranks:
+            self.do(self.ledger.want(rank, 1, size))
+
+    @rule(rank=RANKS, step=st.integers(-1, 12), size=SIZES, is_replicated=st.booleans(), lie=st.integers(0, 9))
+    def commit(self, rank: int, step: int, size: int, is_replicated: bool, lie: int) -> None:
+        slot = lie if lie < 3 else self.given.get(rank, -1)
+        if rank not in self.ledger.ranks:
+            return
+        actions = self.ledger.commit(rank, 1, slot, step, size, is_replicated)
+        if actions[0] == ("committed", rank, 1):
+            assert self.given.pop(rank) == slot
+            assert size <= self.capacity[slot]
+            snapshot = (1, self.round, step, 4, is_replicated)
+            assert all(snapshot[2] > old[2] for old, ranks in self.committed.items() if rank in ranks)
+            self.content[slot] = (snapshot, rank)
+            self.committed.setdefault(snapshot, set()).add(rank)
+            if is_replicated or self.committed[snapshot] >= set(self.ledger.ranks):
+                self.common = max(snapshot, self.common or snapshot)
+        self.do(actions)
+
+    @rule(rank=RANKS, wanted=RANKS)
+    def load(self, rank: int, wanted: int) -> None:
+        self.do(self.ledger.load(rank, 1, wanted, True))
+
+    @rule(rank=RANKS, size=SIZES)
+    def receive(self, rank: int, size: int) -> None:
+        slot, actions = self.ledger.receive(rank, size, "copy")
+        self.do(actions)
+        if not isinstance(slot, str):
+            self.receiving.append(slot.number)
+
+    @rule(has_come=st.booleans(), step=st.integers(0, 12))
+    def arrive(self, has_come: bool, step: int) -> None:
+        number = self.receiving.pop() if self.receiving else 999
+        if has_come and number in self.capacity:
+            self.content[number] = ((1, self.round, step, 4, False), self.ledger.slots[number].rank)
+        snapshot = (1, self.round, step, 4, False)
+        self.do(self.ledger.arrived(number, snapshot, 1) if has_come else self.ledger.lost(number))
+
+    @rule(pick=st.integers(0, 5), is_pinned=st.booleans())
+    def pin(self, pick: int, is_pinned: bool) -> None:
+        held = [snapshot for snapshot, _ in self.ledger.held()]
+        if held and is_pinned:
+            self.ledger.pin(held[pick % len(held)], "agreed")
+        elif held:
+            self.do(self.ledger.unpin(held[pick % len(held)], "agreed" if pick % 2 else "copy"))
+
+    @rule(step=st.integers(0, 12))
+    def keep(self, step: int) -> None:
+        for _, snapshot in self.do(self.ledger.keep_from(step)):
+            assert snapshot == self.common
+            assert snapshot[2] >= step
+
+    @invariant()
+    def memory_is_counted(self) -> None:
+        self.ledger.check()
+        assert self.ledger.used == sum(self.capacity.values()) <= LIMIT
+        assert self.ledger.slots.keys() == self.capacity.keys()
+
+    @invariant()
+    def held_is_what_the_files_have(self) -> None:
+        parts = {each for each in self.content.values() if each is not None}
+        for snapshot, ranges in self.ledger.held():
+            for rank in (first + more for first, count in ranges for more in range(count)):
+                slot = self.ledger.find(snapshot, rank)
+                assert slot is not None
+                assert self.content[slot.number] == (snapshot, rank)
+                assert (snapshot, rank) in parts
+
+    @invariant()
+    def the_newest_common_snapshot_is_whole(self) -> None:
+        assert self.ledger.newest == (self.common or self.base)
+        for rank in self.committed.get(self.common, ()) if self.common is not None else ():
+            if self.common is not None and not self.common[4]:
+                assert self.ledger.find(self.common, rank) is not None
+        if self.common is not None:
+            assert any(snapshot == self.common for snapshot, _ in self.ledger.held())
+
+
+class TestSlots(Slots.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+@promise(
+    "snapshots.rank-ahead-waits: A rank that is one save ahead of the other ranks of its node waits for them, so that "
+    "the newest common snapshot is never overwritten."
+)
+def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
+    ledger = Ledger(1 << 20)
+    ledger.begin(1, 1, 2, [0, 1], None)
+    for rank in (0, 1):
+        slot = ledger.want(rank, 1, 100)[-1][3]
+        ledger.commit(rank, 2, slot, 5, 100)
+    slot = ledger.want(0, 3, 100)[-1][3]
+    assert ledger.commit(0, 4, slot, 6, 100) == [("committed", 0, 4)]
+    assert ledger.want(0, 5, 100) == []  # Its other slot has step 5, and that is the one that all have.
+    other = ledger.want(1, 6, 100)[-1][3]
+    committed, given = ledger.commit(1, 7, other, 6, 100)
+    assert committed == ("committed", 1, 7)
+    assert given[:3] == ("give", 0, 5)
+    assert ledger.held()[0] == ((1, 1, 6, 2, False), [(0, 2)])
+
+
+def test_a_replicated_snapshot_is_common_as_soon_as_one_rank_has_it() -> None:
+    ledger = Ledger(1 << 20)
+    ledger.begin(1, 1, 2, [0, 1], None)
+    for step in (1, 2, 3):
+        ledger.commit(0, step, ledger.want(0, 1, 100)[-1][3], step, 100, True)
+        assert ledger.newest == (1, 1, step, 2, True)
+    ledger.begin(1, 2, 3, [0, 1, 2], (1, 1, 3, 2, True))
+    assert ledger.load(2, 1, 2)[0][0] == "found"
+
+
+def test_ranges_of_ranks() -> None:
+    assert ranges_of([5, 0, 1, 2, 7, 6]) == [(0, 3), (5, 3)]

@@ -1,0 +1,76 @@
+"""How much memory a node's snapshots may have, and what the agent makes of what its spawner says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.agent import snapshots
+from holdfast.agent.model import Worker
+from holdfast.agent.snapshots import NodeSnapshots
+from holdfast.failures.oom import MemoryKills
+from holdfast.rendezvous.membership.model import Chosen, Held, Place, SnapshotId
+from holdfast.rendezvous.solo import SoloCoordination
+
+STEP_9 = SnapshotId(1, 2, 9, 4, False)
+
+
+class Link:
+    """In place of the link to a spawner: what was ordered, and what it has said."""
+
+    def __init__(self) -> None:
+        self.held = [((1, 2, 9, 4, False), [(2, 2)])]
+        self.common_step, self.common_at, self.snapshot_bytes = 9, 0.0, 4096
+        self.orders: list[tuple[Any, ...]] = []
+
+    def begin_snapshots(self, *order: Any) -> None:
+        self.orders.append(order)
+
+
+def begin(limit: int | None, place: Place, reached: int | None = None) -> tuple[NodeSnapshots, Link]:
+    node, link = NodeSnapshots(limit), Link()
+    workers = [Worker(0, 2, 0, 4, 4), Worker(1, 3, 1, 4, 4)]
+    node.begin(link, place, workers, {}, reached)  # type: ignore[arg-type]
+    return node, link
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [(None, 64 << 30), (MemoryKills("/", 0), 64 << 30), (MemoryKills("/job", 0, 8 << 30), 8 << 30)],
+)
+def test_the_smallest_limit_counts(group: MemoryKills | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots.os, "sysconf", lambda name: {"SC_PHYS_PAGES": 16 << 20, "SC_PAGE_SIZE": 4096}[name])
+    monkeypatch.setattr(snapshots.oom, "memory_killer_counter", lambda: group)
+    assert snapshots.memory_bytes() == expected
+    _, link = begin(None, Place(1, 3, 1, 2))
+    assert link.orders[0][0] == expected // 4
+
+
+def test_the_spawner_hears_of_the_round_and_what_it_loads() -> None:
+    _, link = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(STEP_9)))
+    assert link.orders == [(1000, 1, 3, 4, [2, 3], (1, 2, 9, 4, False), "")]
+    _, link = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(None, problem="no node has rank 1 of step 9")))
+    assert link.orders == [(1000, 1, 3, 4, [2, 3], None, "no node has rank 1 of step 9")]
+    _, link = begin(0, Place(1, 3, 1, 2, chosen=Chosen(STEP_9)))
+    assert link.orders == []
+
+
+@pytest.mark.parametrize(("reached", "lost"), [(None, 0), (9, 0), (12, 3), (5, 0)])
+def test_steps_that_were_reported_and_not_saved_are_lost(reached: int | None, lost: int) -> None:
+    node, _ = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(STEP_9)), reached)
+    assert node.steps_lost == lost
+    unknown, _ = begin(1000, Place(1, 3, 1, 2), reached)
+    assert unknown.steps_lost is None
+
+
+def test_what_is_held_is_said_when_it_joins() -> None:
+    node, link = begin(1000, Place(1, 3, 1, 2))
+    run = SoloCoordination(None, 0.1)  # type: ignore[arg-type]  # It is not asked.
+    node.tell(run)
+    assert run.held == (Held(STEP_9, ((2, 2),)),)
+    told = node.status()
+    assert told is not None
+    assert (told.step, told.used_bytes, told.limit_bytes) == (9, 4096, 1000)
+    link.snapshot_bytes = 0
+    assert node.status() is None
