@@ -46,10 +46,12 @@ check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_tidy.py
 
-# docs/cli.md is made from the table of options and the parsers of the commands, the lists of docs/behaviour.md from the tests.
+# docs/cli.md is made from the table of options and the parsers of the commands, the lists of docs/behaviour.md from the
+# tests, docs/verdicts.md from the table of verdicts.
 docs: $(VENV)/.runtime
 	$(BIN)/python docs/make_cli.py > docs/cli.md
 	$(BIN)/python docs/make_behaviour.py
+	$(BIN)/python docs/make_verdicts.py > docs/verdicts.md
 
 # Side by side with torchrun and the bare limit, in about 20 minutes; makes docs/benchmarks.md, its plots and the figures
 # in README. `make bench ONLY=launch` prints one measure.

@@ -79,7 +79,7 @@ LAYERS = {
 _PURE = {
     "": "errors escape frozen option text wire_types",
     "agent": "environment lifecycle ranks",
-    "failures": "cause records report",
+    "failures": "cause records report verdict",
     "hangs": "compare policy",
     "hosts": "agent_fleet engine_detection host_lines job kubernetes_manifest own_lines",
     "hosts/ssh": "command host_list messages",

@@ -50,6 +50,10 @@ def events_in(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def verdict_of(record: dict[str, Any]) -> tuple[str | None, ...]:
+    return tuple(record[name] for name in ("verdict", "confidence", "rule"))
+
+
 def run(holdfast: Holdfast, *words: str, options: tuple[str, ...] = ()) -> tuple[Ended, list[dict[str, Any]]]:
     holdfast.script(JOB)
     own = ("--events-file", "events.jsonl", "--rdzv-id", "job7", "--nproc-per-node", "2")
@@ -72,9 +76,11 @@ def test_a_run_with_a_restart(holdfast: Holdfast) -> None:
     failed, restarted = events[3], events[7]
     assert (failed["rank"], failed["exitcode"], failed["exception"]) == (1, 7, None)
     assert failed["cause"].startswith("rank 1 exited with code 7")
+    assert verdict_of(failed) == ("restart", "unknown", "own-exit-code")
     assert (restarted["restarts_used"], restarted["is_charged"]) == (1, True)
     assert len({worker["pid"] for each in events if each["event"] == "started" for worker in each["workers"]}) == 4
     assert (events[-1]["state"], events[-1]["cause"]) == ("succeeded", None)
+    assert verdict_of(events[-1]) == (None, None, None)
 
 
 @promise("""failures.failed-run-never-ends: A failed run never ends with the event of a success, in the events file and
@@ -96,6 +102,21 @@ def test_a_hang(holdfast: Holdfast) -> None:
     _, events = run(holdfast, "wait", "wait", options=("--hang-timeout", "0.5"))
     assert [each["event"] for each in events][3:] == ["hung", "stopped", "joined", "ended"]
     assert "hung: no output" in events[3]["cause"]
+    assert verdict_of(events[3]) == verdict_of(events[-1]) == ("restart", "likely", "hang")
+
+
+@promise("""failures.verdict-events: The events `failed`, `hung` and `ended` have `verdict`, `confidence` and `rule`:
+    `failed` and `hung` from the line of the cause, `ended` from all evidence, as `report.json` has them.""")
+def test_the_verdict_on_a_failure(holdfast: Holdfast) -> None:
+    holdfast.script("import sys\nprint('uncorrectable ECC error', file=sys.stderr)\nimport no_such_module\n")
+    ended = holdfast.run("--events-file", "events.jsonl", "--log-dir", "logs", "job.py")
+    events = events_in(holdfast.directory / "events.jsonl")
+    [failed] = [each for each in events if each["event"] == "failed"]
+    assert verdict_of(failed) == ("stop", "certain", "import-error")
+    assert verdict_of(events[-1]) == ("exclude-node", "certain", "gpu-memory-error")
+    [report] = holdfast.directory.glob("logs/latest/report.json")
+    assert verdict_of(json.loads(report.read_text())) == verdict_of(events[-1])
+    assert "Verdict: do not use host" in ended.err
 
 
 @proves("failures.events-file-json-line")

@@ -55,9 +55,12 @@ class Journal(Sink):
         self._write("refused", {"reason": str(error)})
 
     def end(self, end: RunEnd) -> None:
-        cause = end.report.cause if end.report is not None else None
-        used = self._restarts_used or 0
-        self._write("ended", {"state": end.state, "reason": end.reason, "cause": cause, "restarts_used": used})
+        from holdfast.failures import verdict  # Costs a millisecond, and many runs need none.
+
+        report, used = end.report, self._restarts_used or 0
+        cause, first = (report.cause, report.first) if report is not None else (None, None)
+        fields = {"state": end.state, "reason": end.reason, "cause": cause, "restarts_used": used}
+        self._write("ended", {**fields, **verdict.fields(first)})
         self._file.close()
 
     def _taken(self, step: Step) -> Iterator[Entry]:
@@ -92,11 +95,14 @@ class Journal(Sink):
                 case lifecycle.JoinRound():
                     yield "joined", {}
                 case lifecycle.ReportFailure(_, failure) if failure is not None:
+                    from holdfast.failures import verdict
+
                     self._reason = failure.text
                     name = "hung" if failure.exception == HANG else "failed"
                     exception = failure.exception if name == "failed" else ""
                     fields = {"rank": failure.rank, "exitcode": failure.exitcode, "exception": exception or None}
-                    yield name, {**fields, "cause": failure.text, "is_consequence": failure.is_consequence}
+                    fields |= {"cause": failure.text, "is_consequence": failure.is_consequence}
+                    yield name, {**fields, **verdict.fields(failure)}
 
     def _progress(self) -> Iterator[Entry]:
         """If workers have told of progress since the last time."""

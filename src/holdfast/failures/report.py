@@ -317,7 +317,7 @@ def run_text(report: RunReport) -> str:
     run = _wrapped(f"run {report.run_id}, {plural(report.nodes, 'node')}")
     lines = ["", border, f"{escape.one_line(report.name)} FAILED", *run, rule]
     lines += ["Root Cause (first observed failure):", *_first_lines(report)]
-    sections = (_cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _where_lines)
+    sections = (_cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _verdict_lines, _where_lines)
     lines += [line for section in sections for line in section(report)]
     return "\n".join([*lines, border, f"Cause: {escape.one_line(report.cause)}"])
 
@@ -369,6 +369,13 @@ def _restart_lines(report: RunReport) -> Iterator[str]:
         yield from _wrapped(f"round {each.round} ended{cost}: {escape.cut(each.reason, CAUSE_LINE_LIMIT_CHARS)}", "  ")
 
 
+def _verdict_lines(report: RunReport) -> Iterator[str]:
+    from holdfast.failures import verdict  # Costs a millisecond, and most runs need none.
+
+    if words := verdict.words(report.first):
+        yield from _wrapped(words)
+
+
 def _where_lines(report: RunReport) -> Iterator[str]:
     host = f" (on {report.first.node})" if report.nodes > 1 else ""
     evidence = report.first.evidence
@@ -390,10 +397,13 @@ def _wrapped(line: str, indent: str = "") -> Iterator[str]:
 
 def run_dict(report: RunReport) -> dict[str, Any]:
     """For JSON, which escapes by itself, in words that docs/report.md explains."""
+    from holdfast.failures import verdict
+
     evidence = report.first.evidence
     return {
         "version": VERSION,
         **{name: getattr(report, name) for name in ("name", "run_id", "nodes", "cause", "exit_code")},
+        **verdict.fields(report.first),
         "first_failure": _first_dict(report),
         "cascade": [{"ranks": list(each.ranks), "kind": each.kind, "words": each.words} for each in report.cascade],
         "stopped": [{"how": how or None, "ranks": list(ranks)} for how, ranks in report.stopped],
