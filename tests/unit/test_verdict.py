@@ -1,8 +1,8 @@
 """The verdict on a failure, against failures that really happened.
 
 tests/failure_corpus has one failure a line. Those of ran.jsonl were made by the command in `made_by`; those of
-known.jsonl need hardware or a state that a test does not have, and are the lines as programs print them. `verdict` is a
-person's answer, not the table's.
+known.jsonl need hardware or a state that a test does not have, and are the lines as programs print them. `verdict` is
+the expected one, written down before the table judged. Rules were mended by this corpus, so its score flatters them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def failure_of(case: dict[str, Any]) -> Failure:
     return described(Failure("node7", 0, case["exitcode"], evidence=evidence))
 
 
-@promise("""failures.verdict-corpus: Of 124 recorded failures 121 get the verdict of a person, by the first rule that
-    matches of one table. Without a matching rule the verdict is restart, of unknown confidence.""")
+@promise("""failures.verdict-corpus: Of 125 recorded failures 121 get the expected verdict, by the first rule that
+    matches of one table, which was written with these in view.
+    Without a matching rule the verdict is restart, of unknown confidence.""")
 def test_the_score_over_the_corpus() -> None:
     verdicts = [(case, judged(failure_of(case))) for case in CORPUS]
     wrong = [case.get("made_by") for case, rule in verdicts if rule.verdict != case["verdict"]]
@@ -53,8 +54,9 @@ def test_the_score_over_the_corpus() -> None:
         "python -c \"import torch; torch.save(torch.zeros(10),'/dev/full')\"",
         "sh -c 'echo x > /dev/full'",
         "python -c \"raise ValueError('learning rate must be positive')\"",
+        "python -c \"import os; os.read(os.open('/proc/self/mem',0),1)\"",
     ]
-    assert len(CORPUS) == 124
+    assert len(CORPUS) == 125
     right = [(case, rule) for case, rule in verdicts if rule.verdict == case["verdict"]]
     assert [(case, rule.name) for case, rule in right if rule.name != case["rule"]] == []
 
