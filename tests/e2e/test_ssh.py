@@ -576,13 +576,16 @@ def test_a_run_that_goes_on_without_its_terminal(cluster: Ssh, is_stopped: bool)
     [owner] = [pid for pid in support.marked(cluster.holdfast.mark)
                if f"--ssh={cluster.servers.ssh}" in psutil.Process(pid).cmdline()]  # fmt: skip
     attach = [COMMAND, "attach", str(owner)]
-    with subprocess.Popen(attach, stdout=subprocess.PIPE, env=environ, cwd=cluster.holdfast.directory) as attached:
+    attached = subprocess.Popen(attach, stdout=subprocess.PIPE, env=environ, cwd=cluster.holdfast.directory)
+    try:
         assert attached.stdout is not None
         assert b"2 hosts connected" in attached.stdout.readline()
         if is_stopped:
             subprocess.run([COMMAND, "stop", str(owner)], check=True, env=environ, timeout=60)
         cluster.done.touch()
         out, _ = attached.communicate(timeout=60)
+    finally:
+        attached.kill()
     assert (attached.returncode, out.count(b"] done ")) == ((94, 0) if is_stopped else (0, 2)), out
     assert support.survivors(pids.values()) == []
     support.wait_until(lambda: not support.marked(cluster.holdfast.mark), "nothing is left")
