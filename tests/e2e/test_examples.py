@@ -62,10 +62,13 @@ INITIALIZE = """
     import jax
     jax.distributed.initialize()
     print(jax.process_index(), jax.process_count(), flush=True)
-    assert not [each for each in sys.meta_path if "holdfast" in str(each)]
+    assert not [each for each in sys.meta_path if "JaxWatch" in str(each)]
     if sys.argv[1:] and os.environ["RANK"] == "1":
         sys.exit(3)
-    jax.distributed.shutdown() if not sys.argv[1:] else jax.distributed.global_state.client.wait_at_barrier("b", 10**6)
+    if not sys.argv[1:]:
+        sys.exit(jax.distributed.shutdown())
+    from jax._src.distributed import global_state
+    global_state.client.wait_at_barrier("b", 10**6)
 """
 
 

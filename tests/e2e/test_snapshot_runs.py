@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +43,8 @@ class Training:
         options += ["--preload", PRELOAD.get(kind, kind), "--log-dir", str(directory / "logs")]
         self._said = (directory / "said").open("wb")
         self.run = subprocess.Popen(
-            [sys.executable, "-m", "holdfast", "run", *options, str(PROGRAM), kind, str(steps), str(directory)],
+            [sys.executable, "-m", "holdfast", "run", *options, str(PROGRAM), kind, str(steps), str(directory),
+             str(restarts)],
             env={**support.clean_environment(), "OMP_NUM_THREADS": "1"}, stdout=self._said, stderr=self._said,
         )  # fmt: skip
 
@@ -104,7 +105,8 @@ def kill_some(training: Training, attempt: int, chance: random.Random) -> None:
     pids = [lines[0].pid for lines in training.of_attempt(attempt)]
     time.sleep(chance.random() * 0.02)
     for pid in chance.sample(pids, chance.randint(1, RANKS)):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # holdfast has stopped it because of the other one.
+            os.kill(pid, signal.SIGKILL)
 
 
 @promise(

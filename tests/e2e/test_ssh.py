@@ -499,7 +499,8 @@ def test_commands_reach_the_run_through_the_command_that_started_it(cluster: Ssh
         return done.stdout
 
     listed = re.compile(rf"^\S+ +{pid} +\d of 2 +running", re.MULTILINE)  # Both agents are on this machine.
-    support.wait_until(lambda: listed.search(asked("ps")), "the run is listed")  # Answers come behind output.
+    # Answers come behind output, of which there is much.
+    support.wait_until(lambda: listed.search(asked("ps")), "it is listed", 4 * support.DEADLINE_S, lambda: asked("ps"))
     shown = asked("status", pid, "--all")
     assert re.search(r"^1 +\S+ +\S+ +running", shown, re.MULTILINE), shown
     assert "All 2 workers are running" in shown

@@ -1,6 +1,8 @@
 """A small training that saves after each step: with DDP, FSDP, numpy or JAX. For tests that kill its workers.
 
-    snapshot_training.py KIND STEPS DIRECTORY
+    snapshot_training.py KIND STEPS DIRECTORY KILLS
+
+A worker of one of the first KILLS attempts waits after some steps, until it is killed.
 
 Each rank writes what it does into a file of its own, a line at a time: `loads`, `begin STEP`, `sample STEP DIGEST`,
 `saved STEP`, and at the end `weights DIGEST`.
@@ -18,7 +20,8 @@ from typing import Any
 
 import holdfast
 
-KIND, STEPS, DIRECTORY = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+KIND, STEPS, DIRECTORY, KILLS = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+MOST_STEPS = 36  # Of an attempt that is killed.
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ATTEMPT = os.environ["TORCHELASTIC_RESTART_COUNT"]
 LOG = os.open(DIRECTORY / f"rank{RANK}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -122,7 +125,10 @@ def main() -> None:
     saved = snapshots.load()
     if saved is not None:
         restore(saved["training"])
-    for number in range(saved.step + 1 if saved is not None else 0, STEPS):
+    first = saved.step + 1 if saved is not None else 0
+    for number in range(first, STEPS):
+        if number == first + MOST_STEPS and int(ATTEMPT) < KILLS:
+            time.sleep(600)
         note("begin", number)
         sample = step()
         note("sample", number, digest(sample))
