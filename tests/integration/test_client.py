@@ -66,7 +66,8 @@ def test_a_dial_that_was_refused_long_ago_starts_no_coordinator(
 ) -> None:
     """Its thread is late: another coordinator has served meanwhile, and is gone with its run."""
     port, refused, may_go_on = support.free_port(), threading.Event(), threading.Event()
-    hosted: list[object] = []
+    late: list[threading.Thread] = []
+    hosts: list[threading.Thread] = []  # Those that would have started a coordinator.
     connect = Target.connect
 
     def connect_late(target: Target, introduction: Any) -> Any:
@@ -74,12 +75,13 @@ def test_a_dial_that_was_refused_long_ago_starts_no_coordinator(
             return connect(target, introduction)
         except ConnectionRefusedError:
             if not refused.is_set():
+                late.append(threading.current_thread())
                 refused.set()
                 may_go_on.wait(30)
             raise
 
     monkeypatch.setattr(Target, "connect", connect_late)
-    monkeypatch.setattr(handler.launch, "host_at", lambda *args: hosted.append(args))
+    monkeypatch.setattr(handler.launch, "host_at", lambda *args: hosts.append(threading.current_thread()))
     with node(port, is_host=True) as a:
         waiting = Caller(a.next_rendezvous)
         assert refused.wait(30)
@@ -88,9 +90,9 @@ def test_a_dial_that_was_refused_long_ago_starts_no_coordinator(
             a._client._inbox.put(a._client._move)  # As if another thread had found that coordinator.
             waiting.result()
     may_go_on.set()
-    names = lambda: {each.name for each in threading.enumerate()}  # noqa: E731
-    support.wait_until(lambda: "holdfast-dial" not in names(), "the end of the late thread")
-    assert not hosted
+    late[0].join(support.DEADLINE_S)
+    assert not late[0].is_alive()
+    assert late[0] not in hosts  # Another dial may be refused when the coordinator ends.
 
 
 @proves("coordinator.node-workers-waits")
