@@ -1,0 +1,47 @@
+"""What the site does with the pages besides MkDocs: links out of docs/, and diagrams that need no script.
+
+The pages are written for the repository, where `../tests/x.py` leads to a file. On the site such a link leads to the
+project's address. The theme would load a script from elsewhere for each block of mermaid: the blocks of state diagrams
+become tables here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PROJECT = "https://github.com/holdfast-run/holdfast"
+
+_LINK = re.compile(r"(?<=\]\()(\.\./[^)\s]+)(?=\))")
+_DIAGRAM = re.compile(r"```mermaid\nstateDiagram-v2\n(.*?)```", re.DOTALL)
+_CHANGE = re.compile(r"^\s*(\w+) --> (\w+): (.+)$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """MkDocs calls this for each page before it makes HTML of it."""
+    folder = PurePosixPath("docs") / PurePosixPath(page.file.src_uri).parent
+    markdown = _LINK.sub(lambda link: address(link[1], folder), markdown)
+    return _DIAGRAM.sub(lambda block: "\n".join(table(block[1])), markdown)
+
+
+def address(link: str, folder: PurePosixPath) -> str:
+    """Links within docs/ stay as they are."""
+    place, mark, anchor = link.partition("#")
+    target = (ROOT / folder / place).resolve()
+    inside = target.relative_to(ROOT)
+    if inside.parts[:1] == ("docs",) and target.suffix != ".py":
+        return link
+    return f"{PROJECT}/{'tree' if target.is_dir() else 'blob'}/main/{inside}{mark}{anchor}"
+
+
+def table(changes: str) -> Iterator[str]:
+    """A state diagram as a table, with the events that lead from one state to another together."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for origin, target, label in _CHANGE.findall(changes):
+        grouped.setdefault((origin, target), []).append(label)
+    yield from ("| from | to | when |", "|---|---|---|")
+    for (origin, target), labels in grouped.items():
+        yield f"| `{origin}` | {'stays' if target == origin else f'`{target}`'} | {'; '.join(labels)} |"
