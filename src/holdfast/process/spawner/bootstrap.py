@@ -322,8 +322,9 @@ def prepare_script(script: str, rest: "list[str]", evidence: Evidence) -> "Progr
     loader = importing.SourcelessFileLoader if is_compiled else importing.SourceFileLoader
     reset_main(loader("__main__", path), path)
     if is_compiled:
-        code = compiled_code(content, importing.MAGIC_NUMBER)
-        return partial(exec, code, evidence.main_names)
+        if content[:4] != importing.MAGIC_NUMBER:
+            raise RuntimeError("Bad magic number in .pyc file")
+        return partial(exec, library("marshal").loads(content[16:]), evidence.main_names)
     try:
         code = quickly_compiled(content, path) or compile(content, path, "exec", dont_inherit=True)
         return partial(exec, code, evidence.main_names)
@@ -335,19 +336,6 @@ def prepare_script(script: str, rest: "list[str]", evidence: Evidence) -> "Progr
             except OSError:
                 pass
         raise
-
-
-def compiled_code(content: bytes, magic: bytes) -> "Any":
-    """Of a .pyc file."""
-    if content[:4] != magic:
-        raise RuntimeError("Bad magic number in .pyc file")
-    try:
-        code = library("marshal").loads(content[16:])
-    except (EOFError, ValueError, TypeError):
-        code = None
-    if not isinstance(code, type(compiled_code.__code__)):
-        raise RuntimeError("Bad code object in .pyc file")
-    return code
 
 
 def quickly_compiled(content: bytes, path: str) -> "Any":
