@@ -53,7 +53,7 @@ docs: $(VENV)/.docs
 	$(BIN)/python docs/make_behaviour.py
 	$(BIN)/python docs/make_verdicts.py > docs/verdicts.md
 	$(BIN)/python -m docs.make_environment > docs/environment.md
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Side by side with torchrun and the bare limit, in about 20 minutes; makes docs/benchmarks.md, its plots and the figures
 # in README. `make bench ONLY=launch` prints one measure.

@@ -54,8 +54,8 @@ def readme_block(results: Results) -> str:
     if _KILLED_PLOT in plots_of(results):
         lines += [f"![{_KILLED_TITLE}]({PICTURES}/{PLOTS}/{_KILLED_PLOT}.svg)", ""]
     lines += [
-        f"Four torch workers with {_KILLED_MIB} MiB of state each. holdfast: `--preload torch` and a snapshot in memory "
-        "after each step. torchrun: a checkpoint on disk after every tenth step, the kill in step 15.",
+        f"Four torch workers with {_KILLED_MIB} MiB of state each. holdfast: `--preload torch` and a snapshot in "
+        "memory after each step. torchrun: a checkpoint on disk after every tenth step, the kill in step 15.",
         f"Four trivial workers start and end in {_value(results, 'launch.4')} (torchrun "
         f"{_value(results, 'launch.4', 'torchrun')}). 64 nodes agree on a world in {_value(results, 'rendezvous.64')} "
         f"(c10d {_value(results, 'rendezvous.64', 'torchrun')}). The agent and its spawner hold "

