@@ -229,7 +229,7 @@ def test_the_tail_of_a_line_that_grows_is_not_shown(log: Log, capsys: pytest.Cap
 
 
 class AgentElsewhere(AskedRun):
-    """Has a line to show, and knows the follower's questions for last words as far as the coordinator passed them on."""
+    """Has a line to show, and knows the questions for last words that the coordinator passed on."""
 
     def __init__(self) -> None:
         self.questions = [0]
