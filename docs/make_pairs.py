@@ -39,11 +39,12 @@ def main() -> None:
         "### A rank fails\n\nRank 2 of 4 raises an exception that the script does not catch.",
         *pair(FAILS, FAILS),
         f"### A job hangs\n\nRank 2 waits for a lock, and the others wait for rank 2. torchrun was stopped after "
-        f"{PATIENCE_S} seconds by SIGTERM. With NCCL, torch's own watchdog would end a hung collective after ten minutes.",
+        f"{PATIENCE_S} seconds by SIGTERM. With NCCL, torch's own watchdog would end a hung collective "
+        "after ten minutes.",
         *pair(HANGS, f"--hang-timeout 3s {HANGS}"),
         "### A node is lost\n\nTwo nodes train with DDP; the time in front is that since the second one, its agent and "
-        "its workers, was killed with `kill -9`. This is the output of the first one, without the steps. Other work kept "
-        "the machine busy; both import torch anew.",
+        "its workers, was killed with `kill -9`. This is the output of the first one, without the steps. Other work "
+        "kept the machine busy; both import torch anew.",
         *lost_node("torchrun"),
         *lost_node("holdfast"),
     ]

@@ -12,25 +12,23 @@ import contextlib
 import os
 import pty
 import re
-import select
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "recordings"
 COLUMNS = 108
-PORT = 29473
-TWO_NODES = (
-    "holdfast run --nnodes 1:2 --nproc-per-node 2 --rdzv-backend tcp --rdzv-endpoint "
-    f"127.0.0.1:{PORT} --rdzv-id job7 --max-restarts 3 examples/slow_rank.py 400"
+LONGEST_PAUSE_S = 0.8
+TUTORIAL = (
+    "holdfast run --nnodes 1:2 --nproc-per-node 2 --rdzv-backend tcp --rdzv-endpoint 127.0.0.1:29400 --rdzv-id job7 "
+    "--max-restarts 3 --preload torch train.py"
 )
 _SGR = re.compile(r"\x1b\[([\d;]*)m")
 _OTHER_CODES = re.compile(r"\x1b(?:\[[\d;?]*[A-Za-ln-z]|\][^\x07]*\x07|[=>])")
@@ -41,7 +39,7 @@ Line = tuple[float, str]
 
 
 def main(names: Sequence[str]) -> None:
-    makers = {"demo": demo, "hang": hang, "lost-node": lost_node, "status": status}
+    makers = {"demo": demo, "hang": hang, "lost-node": lost_node}
     FOLDER.mkdir(exist_ok=True)
     for name in names or makers:
         title, lines = makers[name]()
@@ -62,16 +60,15 @@ def hang() -> tuple[str, list[Line]]:
 
 
 def lost_node() -> tuple[str, list[Line]]:
-    with background(TWO_NODES) as second:
-        time.sleep(0.5)
-        lines = recorded(TWO_NODES, {12.0: lambda: second.kill(), 20.0: lambda: None}, until_s=20)
-    return "A node is lost, and the others go on", lines
-
-
-def status() -> tuple[str, list[Line]]:
-    with background(TWO_NODES), background(TWO_NODES):
-        time.sleep(12)
-        return "holdfast status", recorded("holdfast status job7")
+    """The last part of the tutorial."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = re.findall(
+            r"^```python\n(.*?)^```$", (ROOT / "docs/tutorial.md").read_text(), re.MULTILINE | re.DOTALL
+        )[1]
+        Path(folder, "train.py").write_text(script)
+        with background(TUTORIAL, folder) as second:
+            lines = recorded(TUTORIAL, folder, when=("step 29 ", second.kill))
+    return "A node is lost, and the training goes on without a lost step", lines
 
 
 # --- running --------------------------------------------------------------------------------------------------------
@@ -82,8 +79,8 @@ def words(command: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def background(command: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(words(command), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def background(command: str, folder: str | Path = ROOT) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(words(command), cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield process
     finally:
@@ -91,32 +88,23 @@ def background(command: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def recorded(command: str, acts: dict[float, object] | None = None, until_s: float = 60) -> list[Line]:
-    """The lines of a command, which is ended after `until_s`. `acts` are called at their times."""
+def recorded(
+    command: str, folder: str | Path = ROOT, when: tuple[str, Callable[[], object]] | None = None
+) -> list[Line]:
+    """The lines of a command. When the text of `when` is printed, its function is called."""
     ours, theirs = pty.openpty()
     with tempfile.TemporaryDirectory() as scratch:
         size = f"stty rows 40 cols {COLUMNS} < /dev/stdin; exec {shlex.join(words(command))}"
         env = {**os.environ, "TERM": "xterm-256color", "TMPDIR": scratch}
-        process = subprocess.Popen(["sh", "-c", size], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        process = subprocess.Popen(["sh", "-c", size], cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
-        lines, rest, began, due = [(0.0, f"$ {command}")], b"", time.monotonic(), dict(acts or {})
-        while True:
-            now_s = time.monotonic() - began
-            for at_s in [each for each in due if each <= now_s]:
-                due.pop(at_s)()  # type: ignore[operator]
-            if now_s > until_s:
-                process.send_signal(signal.SIGTERM)
-                until_s = float("inf")
-            if not select.select([ours], [], [], 0.05)[0]:
-                continue
-            try:
-                data = os.read(ours, 65536)
-            except OSError:  # The other end is closed.
-                break
-            *whole, rest = (rest + data).split(b"\n")
-            lines += [(time.monotonic() - began, each.decode(errors="replace").rstrip("\r")) for each in whole]
-            if acts and until_s == float("inf"):
-                break
+        lines, rest, began = [(0.0, f"$ {command}")], b"", time.monotonic()
+        with contextlib.suppress(OSError):  # The other end is closed when the command has ended.
+            while data := os.read(ours, 65536):
+                *whole, rest = (rest + data).split(b"\n")
+                lines += [(time.monotonic() - began, each.decode(errors="replace").rstrip("\r")) for each in whole]
+                if when and any(when[0] in line for _, line in lines):
+                    when = when[1]() and None
         process.wait()
         os.close(ours)
     return lines
@@ -133,14 +121,14 @@ def neutral(lines: Sequence[Line]) -> list[Line]:
         known.setdefault(number, str(4101 + len(known)))
     found = []
     for at_s, line in lines:
-        line = line.replace(str(ROOT), "~/holdfast").replace(host, "node1")
+        line = re.sub(r"/tmp/tmp\w+/", "~/", line.replace(str(ROOT), "~/holdfast").replace(host, "node1"))
         line = re.sub(r"\S*/torchelastic_\w+/\w+/", "/tmp/holdfast/job7/", line)
         found.append((at_s, re.sub(r"\b\d{3,}\b", lambda each: known.get(each[0], each[0]), line)))
     return found
 
 
 def drawn(title: str, lines: Sequence[Line]) -> str:
-    rows = [(at_s, row) for at_s, line in lines for row in wrapped(_OTHER_CODES.sub("", line))]
+    rows = [(at_s, row) for at_s, line in paced(lines) for row in wrapped(_OTHER_CODES.sub("", line))]
     height, width = 18 * len(rows) + 58, 7.85 * COLUMNS + 32
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" role="img">',
@@ -160,13 +148,22 @@ def drawn(title: str, lines: Sequence[Line]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def paced(lines: Sequence[Line]) -> Iterator[Line]:
+    """Pauses are shown, but not in full."""
+    shown_s = before_s = 0.0
+    for at_s, line in lines:
+        shown_s, before_s = shown_s + min(at_s - before_s, LONGEST_PAUSE_S), at_s
+        yield shown_s, line
+
+
 def wrapped(line: str) -> Iterator[str]:
     """Cut at the width of the screen; codes take no room."""
-    room, row = COLUMNS, ""
+    room, row, code = COLUMNS, "", ""
     for piece in re.split(r"(\x1b\[[\d;]*m)", line):
+        code = piece if piece.startswith("\x1b") else code
         while piece and not piece.startswith("\x1b") and len(piece) > room:
             yield row + piece[:room]
-            piece, room, row = piece[room:], COLUMNS, ""
+            piece, room, row = piece[room:], COLUMNS, code
         row, room = row + piece, room - (0 if piece.startswith("\x1b") else len(piece))
     yield row
 

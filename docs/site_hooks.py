@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -22,12 +22,12 @@ _CHANGE = re.compile(r"^\s*(\w+) --> (\w+): (.+)$", re.MULTILINE)
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """MkDocs calls this for each page before it makes HTML of it."""
-    folder = PurePosixPath("docs") / PurePosixPath(page.file.src_uri).parent
+    folder = Path("docs") / Path(page.file.src_uri).parent
     markdown = _LINK.sub(lambda link: address(link[1], folder), markdown)
     return _DIAGRAM.sub(lambda block: "\n".join(table(block[1])), markdown)
 
 
-def address(link: str, folder: PurePosixPath) -> str:
+def address(link: str, folder: Path) -> str:
     """Links within docs/ stay as they are."""
     place, mark, anchor = link.partition("#")
     target = (ROOT / folder / place).resolve()
