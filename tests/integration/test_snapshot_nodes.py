@@ -169,7 +169,7 @@ def copied_steps(run: Training) -> list[int]:
 
 @proves("snapshots.rank-moves")
 def test_ranks_that_change_their_nodes_are_fetched(run: Training) -> None:
-    """The node of ranks 0 and 1 becomes that of ranks 2 and 3, because a third one is there when it comes back."""
+    """In the second run each node has the directory, and so the rank, of the other."""
     run.pause_at(20)
     for name in "ab":
         run.train_on(name, "2", "--nproc-per-node", "1", "--max-restarts", "3", "--snapshot-dir", str(run.disk / name))
@@ -181,8 +181,8 @@ def test_ranks_that_change_their_nodes_are_fetched(run: Training) -> None:
     run.go_on()
     # The directories are swapped: now each node has the file of the other one's rank.
     for name, other in ("ab", "ba"):
-        run.train_on(f"{name}-2", "2", "--nproc-per-node", "1", "--node-rank", str(ranks_of[name]), "--snapshot-dir",
-                     str(run.disk / other), label="y")  # fmt: skip
+        options = ("--nproc-per-node", "1", "--max-restarts", "3", "--node-rank", str(ranks_of[name]))
+        run.train_on(f"{name}-2", "2", *options, "--snapshot-dir", str(run.disk / other), label="y")
     assert {code for name, code in run.ended().items() if name.endswith("-2")} == {0}
     assert run.loaded(label="y") == {0: 20, 1: 20}
     run.check_results(2, label="y")
