@@ -197,9 +197,6 @@ def test_a_script_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["--hosts=a", "-"])
 
 
-# --copy.
-
-
 def names_in(archive: copying.Archive) -> list[str]:
     archive.file.seek(0)
     with tarfile.open(fileobj=archive.file) as tar:
