@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import agent, page, plots
+from bench import agent, page
 from bench.__main__ import MEASURES, PAGE, RESULTS, ROOT
 from bench.crowd import come_back, crowd
 from bench.results import Bound, Results, Row, Section, row
@@ -101,9 +101,6 @@ WHOLE = [_line(rank, number) for number in range(3) for rank in range(4)]
 )
 def test_flaws_in_the_console_are_counted(lines: list[bytes], flaws: int) -> None:
     assert agent.count_flaws(b"".join(lines), lines_per_worker=3) == flaws
-
-
-# --- turns ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_sides_take_turns_after_a_warm_up() -> None:
@@ -206,12 +203,6 @@ def test_plots_are_whole_documents_for_light_and_dark() -> None:
     for expected in ("holdfast", "torchrun", "start <&>", "925 ms", "4,000 ms"):
         assert expected in words
     assert {"torchrun, 5 steps lost", "0.25 s"} <= set(ET.fromstring(drawn["killed"]).itertext())
-
-
-def test_bars_are_as_long_as_their_values() -> None:
-    svg = ET.fromstring(plots.stacked_bars("title", {"a": {"x": 10.0, "y": 30.0}, "b": {"x": 20.0}}, "ms"))
-    widths = [float(each.get("width", "0")) for each in svg.iter("{http://www.w3.org/2000/svg}rect") if len(each)]
-    assert widths == pytest.approx([widths[0], 3 * widths[0], 2 * widths[0]], abs=0.2)
 
 
 def test_readme_page_and_plots_agree_with_the_newest_results() -> None:
