@@ -22,6 +22,7 @@ from tests import slurm_cluster, support
 from tests.e2e.command import COMMAND, Ended, Holdfast, Running
 from tests.promises import promise, proves
 from tests.slurm_cluster import Cluster
+from tests.test_docs_torchrun import ON_SLURM
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -190,6 +191,23 @@ def test_mpirun_within_a_job(slurm: Slurm, host: int) -> None:
     assert ended.code == 0, str(ended)
     assert sorted(ended.lines) == ["[node1:0] done 0", "[node2:1] done 1"]
     assert len(re.findall(r"mpirun of 2 tasks: node \d of 2, meeting at node1:\d+", ended.err)) == 2
+
+
+@proves("project.torchrun-lines-run")
+@pytest.mark.parametrize("line", ON_SLURM)
+def test_a_line_of_the_page_about_torchrun(line: str, slurm: Slurm) -> None:
+    """`mpirun` refuses to run as root unless it is told to, as these tests do."""
+    words = line.split()
+    if words[0] == "mpirun":
+        support.need_tool("mpirun.openmpi")
+        words = ["salloc", "-N2", "mpirun.openmpi", "--allow-run-as-root", *words[1:]]
+    slurm.holdfast.script("""
+        import os
+        os.write(1, f"worker {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n".encode())
+    """, "train.py")  # fmt: skip
+    ended = slurm.run(*words)
+    assert (ended.code, len(ended.lines)) == (0, 4), str(ended)
+    assert {each.partition("] ")[2] for each in ended.lines} == {f"worker {rank} of 4" for rank in range(4)}
 
 
 @proves("workers.jax-initialize-arguments")
