@@ -23,6 +23,8 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 # How many keys or ranks an error names before it stops: the text has to stay readable with 4,000 nodes.
 _MAX_NAMED = 16
+# So small that thousands of ranks may read a piece at the same time.
+_PIECE_BYTES = 1 << 16
 
 
 class StoreTimeoutError(HoldfastError, TimeoutError):
@@ -172,12 +174,26 @@ def store_timeout(store: Store, timeout: float) -> Iterator[None]:
 
 
 def get_all(store: Store, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """The values of `<prefix>0`, `<prefix>1`, ... in this order; every rank has to call it. Rank 0 returns last,
-    because the store may end with its process while others still read."""
+    """The values of `<prefix>0`, `<prefix>1`, ... in this order; every rank has to call it. Rank 0 collects the values
+    and stores all of them together, in pieces; the other ranks wait for one key and read the pieces. If every rank read
+    every value itself, 10,000 ranks would make 100 million reads. Rank 0 returns last, because the store may end with
+    its process while others still read."""
+    from msgspec import msgpack
+
+    count, piece = f"{prefix}/all", f"{prefix}/all/"
+    if rank != 0:
+        packed = b"".join(store.get(f"{piece}{at}") for at in range(int(store.get(count))))
+        _arrive(store, world_size, f"{prefix}/finished")
+        return msgpack.decode(packed, type=list[bytes])
     values = store.multi_get([f"{prefix}{other}" for other in range(world_size)])
-    last_member = _arrive(store, world_size, f"{prefix}/finished")
-    if rank == 0:
-        store.wait([last_member])
+    packed = msgpack.encode(values)
+    pieces = [packed[at : at + _PIECE_BYTES] for at in range(0, len(packed), _PIECE_BYTES)]
+    for at, each in enumerate(pieces):
+        store.set(f"{piece}{at}", each)
+    store.set(count, str(len(pieces)))
+    store.wait([_arrive(store, world_size, f"{prefix}/finished")])
+    for at in range(len(pieces)):
+        store.delete_key(f"{piece}{at}")
     return values
 
 
@@ -254,7 +270,18 @@ def _trace(
     missing: list[int] = []
     if not _appear(store, [_mark(prefix, other) for other in others], timeout_s):
         # One more than can be named is enough to know that not all can be.
-        unmarked = (other for other in others if not store.check([_mark(prefix, other)]))
-        missing = list(islice(unmarked, _MAX_NAMED + 1))
+        missing = list(islice(_unmarked(store, prefix, others), _MAX_NAMED + 1))
     store.set(gate, "open")
     return f"; missing ranks: {name_some([*map(decode, missing)])}" if missing else "; the others came too late"
+
+
+def _unmarked(store: Store, prefix: str, ranks: Sequence[int]) -> Iterator[int]:
+    """The ranks without a mark, found by halves: a few missing ones among thousands take few requests."""
+    if store.check([_mark(prefix, other) for other in ranks]):
+        return
+    if len(ranks) == 1:
+        yield ranks[0]
+        return
+    middle = len(ranks) // 2
+    yield from _unmarked(store, prefix, ranks[:middle])
+    yield from _unmarked(store, prefix, ranks[middle:])

@@ -271,6 +271,10 @@ class JaxWatch:
 
 
 def prepare(evidence: Evidence) -> "Program":
+    if sys.argv[0].startswith("/proc/self/fd/"):
+        # The spawner has held interrupts back until here, from where on an exception loses our frames on its way out.
+        _signal = sys.modules["_signal"]
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGINT,))
     payload_fd = take_fd("HOLDFAST_PAYLOAD")
     peers_fds = [take_fd(name) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")]
     mode, rest = enter_path()

@@ -58,6 +58,7 @@ BLAS_THREADS = b"OPENBLAS_NUM_THREADS"
 BLAS_SETTERS = tuple(f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_"))
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/habanalabs", "/dev/neuron", "/dev/davinci")
 THREAD_PATIENCE_S = 0.2
+RANK_ZERO_PATIENCE_S = 0.05
 # A template is replaced after so many workers, or when it is so much larger than after its imports.
 MOST_FORKS = 10_000
 GROWTH_LIMIT_BYTES = 256 << 20
@@ -307,6 +308,7 @@ class Template:
             belong_to(spawner, end_fd)
             os.write(report_fd, b"P%d\n" % os.getpid())
             os.close(report_fd)
+            let_rank_zero_listen()
         except OSError as error:
             refuse(report_fd, error)
             os._exit(127)
@@ -429,6 +431,41 @@ def make_random() -> None:
             sys.modules["uuid"]._node = None  # type: ignore[attr-defined]  # As after the import.
     except Exception:
         pass
+
+
+def let_rank_zero_listen() -> None:
+    """Ranks of torch meet at MASTER_PORT. Without a store of holdfast's there, rank 0 listens. A rank that comes before
+    it is refused, and tries again after a quarter to three quarters of a second. Workers with torch imported are all
+    there within milliseconds, so every second start would wait for that. Those on the node of rank 0 let it come first;
+    not for long, as the program may have other things to do. The kernel reports no event for this, and a connection
+    would be taken for a rank's."""
+    rank, node, port = map(os.environ.get, ("RANK", "GROUP_RANK", "MASTER_PORT"))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    if "torch.distributed" not in sys.modules or node != "0" or rank == "0" or not (port or "").isdecimal():
+        return
+    deadline = time.monotonic() + RANK_ZERO_PATIENCE_S
+    while time.monotonic() < deadline and not is_listened_to(int(port or 0)):
+        time.sleep(0.001)
+
+
+def is_listened_to(port: int) -> bool:
+    """Whether a process listens at this port of any address; True if that cannot be seen."""
+    for table in ("/proc/net/tcp6", "/proc/net/tcp"):
+        try:
+            with open(table) as lines:
+                next(lines)
+                for line in lines:
+                    _, address, _, state, _ = line.split(None, 4)
+                    if state != "0A":
+                        break  # Those that listen come first, and there may be thousands of others.
+                    if address.endswith(f":{port:04X}"):
+                        return True
+        except FileNotFoundError:  # There is no IPv6.
+            pass
+        except (OSError, ValueError, StopIteration):
+            return True
+    return False
 
 
 def words_of(error: BaseException) -> str:
