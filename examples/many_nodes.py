@@ -44,16 +44,8 @@ class Agent:
         self._said = ""
         self._news = threading.Condition()
         command = [sys.executable, "-m", "holdfast", "run", "--nnodes", "1:3", "--nproc-per-node", "2"]
-        command += [
-            "--rdzv-backend",
-            "tcp",
-            "--rdzv-endpoint",
-            f"127.0.0.1:{port}",
-            "--last-call",
-            "2s",
-            "--admit-delay",
-            "1s",
-        ]
+        command += ["--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        command += ["--last-call", "2s", "--admit-delay", "1s"]
         command += [__file__, str(checkpoint)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._thread = threading.Thread(target=self._show)
