@@ -104,7 +104,8 @@ def recorded(
                 *whole, rest = (rest + data).split(b"\n")
                 lines += [(time.monotonic() - began, each.decode(errors="replace").rstrip("\r")) for each in whole]
                 if when and any(when[0] in line for _, line in lines):
-                    when = when[1]() and None
+                    when[1]()
+                    when = None
         process.wait()
         os.close(ours)
     return lines
@@ -115,7 +116,8 @@ def recorded(
 
 def neutral(lines: Sequence[Line]) -> list[Line]:
     """Without this machine's directories, host and pids."""
-    host, known = socket.gethostname(), {}
+    host = socket.gethostname()
+    known: dict[str, str] = {}
     text = " ".join(line for _, line in lines)
     for number in re.findall(r"\d+", " ".join(re.findall(r"(?:pids? |AGENT|-)(\d{3,}(?:, \d+)*)", text))):
         known.setdefault(number, str(4101 + len(known)))
@@ -169,7 +171,8 @@ def wrapped(line: str) -> Iterator[str]:
 
 
 def spans(row: str) -> str:
-    made, kinds = [], []
+    made: list[str] = []
+    kinds: list[str] = []
     for index, piece in enumerate(_SGR.split(row)):
         if index % 2:
             numbers = [int(each or 0) for each in piece.split(";")]

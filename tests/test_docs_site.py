@@ -27,7 +27,9 @@ class Page(HTMLParser):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.path, self.loads, self.links, self.anchors = path, [], [], {""}
+        self.path, self.anchors = path, {""}
+        self.loads: list[str] = []
+        self.links: list[str] = []
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
