@@ -9,31 +9,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli import (
-    adopt,
-    attach,
-    bundle,
-    coordinator,
-    dashboard,
-    doctor,
-    logs,
-    rehearse,
-    snapshots,
-    stacks,
-    status,
-    stop,
-    submit,
-    token,
-    top,
-    warm,
-)
+from holdfast.cli import catalogue
 from holdfast.cli.arguments import parser
 from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE
+from holdfast.cli.main import COMMANDS
 from holdfast.option import Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
 
-_READING_RULES = (
+READING_RULES = (
     "The first token that is neither an option nor an option's value is the script; all that follows is the "
     "script's own. A value comes from the command line (the last one given wins), else from the environment "
     "variable named below, else it is the default. An empty variable counts as unset.",
@@ -81,7 +65,7 @@ _WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("CUDA_VISIBLE_DEVICES", "that of holdfast's environment; the worker's one device with `--virtual-local-rank`"),
 )
 
-_OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
+OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("PYTHON_EXEC", "the Python that runs the workers, instead of holdfast's own"),
     ("OMP_NUM_THREADS", "if unset and there is more than one local worker, the workers get 1"),
     (
@@ -117,42 +101,19 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
 
 def document() -> str:
     """docs/cli.md."""
-    parts = ["# holdfast run", f"```\n{USAGE}\n```", *parser.INTRODUCTION, *_READING_RULES]
+    parts = ["# holdfast run", f"```\n{USAGE}\n```", *parser.INTRODUCTION, *READING_RULES]
     for group in GROUPS:
         header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
         parts.append("\n".join([header, *(_row(option) for option in OPTIONS if option.group == group)]))
     parts += ["## Settings of `--rdzv-conf`", _SETTINGS, _settings()]
     for title, first, rows in (
-        ("Other environment variables", "variable", _OTHER_VARIABLES),
+        ("Other environment variables", "variable", OTHER_VARIABLES),
         ("What a worker finds in its environment", "variable", _WORKER_VARIABLES),
         ("Exit status", "status", parser.EXIT_CODES),
     ):
         parts.append(f"## {title}\n\n{_table(first, rows)}")
     examples = "\n\n".join(parser.EXAMPLES)
-    parsers = [
-        each.get_parser
-        for each in (
-            *(
-                adopt,
-                rehearse,
-                coordinator,
-                token,
-                status,
-                top,
-                dashboard,
-                logs,
-                attach,
-                stop,
-                stacks,
-                snapshots,
-                warm,
-                doctor,
-                bundle,
-            ),
-        )
-    ]
-    engines = (submit.get_submit_parser, submit.get_render_parser)
-    pages = [_page(get()) for get in (*engines, *parsers[:4], status.get_ps_parser, *parsers[4:])]
+    pages = [_page(catalogue.parser_of(name)) for name in COMMANDS if name != "run"]
     parts += [f"## Examples\n\n```sh\n{examples}\n```", *pages]
     return "\n\n".join(parts) + "\n"
 
