@@ -241,8 +241,8 @@ if "HOLDFAST_BLACKBOX" in os.environ:
 """
 
 
-@promise("""stopping.interrupt-start-worker: An interrupt while a worker's interpreter starts ends it like any other, without
-    a traceback of holdfast. The program finds no signal blocked.""")
+@promise("""stopping.interrupt-start-worker: An interrupt while a worker's interpreter starts ends it like any other,
+    without a traceback of holdfast. The program finds no signal blocked.""")
 def test_an_interrupt_while_the_interpreter_starts(holdfast: Holdfast) -> None:
     script = holdfast.script("import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))")
     for options in ((), ("--preload", "json")):

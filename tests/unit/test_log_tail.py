@@ -96,7 +96,7 @@ def test_every_attempt_is_read_to_its_end(log: Log) -> None:
     log.append("its last words\n")
     log.begin("in between\n")
     log.begin("new\n")
-    parts = []
+    parts: list[Part] = []
     while not tail.is_at_end or not parts:
         parts.append(log.look(tail))
     notes = ["", "", *(f"attempt {number} begins, in {log.paths[number]}" for number in (1, 2))]
@@ -229,7 +229,7 @@ def test_the_tail_of_a_line_that_grows_is_not_shown(log: Log, capsys: pytest.Cap
 
 
 class AgentElsewhere(AskedRun):
-    """Has a line to show, and knows the follower's questions for last words as far as the coordinator passed them on."""
+    """Has a line to show, and knows the questions for last words that the coordinator has passed on."""
 
     def __init__(self) -> None:
         self.questions = [0]

@@ -245,8 +245,7 @@ def is_package(script: str) -> bool:
 def serve_as_template() -> None:
     """Returns in the workers that are forked from this process, which go on as cold ones do."""
     fd = take_fd("HOLDFAST_TEMPLATE")
-    names = run_beside("template")
-    names["Template"](fd, program_directory(enter_path()[0]), program_directory).serve()
+    run_beside("template")["Template"](fd, program_directory(enter_path()[0]), program_directory).serve()
 
 
 def run_beside(name: str) -> "dict[str, Any]":
@@ -273,10 +272,8 @@ class JaxWatch:
 
 
 def prepare(evidence: Evidence) -> "Program":
-    if sys.argv[0].startswith("/proc/self/fd/"):
-        # The spawner has held interrupts back until here, from where on an exception loses our frames on its way out.
-        _signal = sys.modules["_signal"]
-        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGINT,))
+    if sys.argv[0].startswith("/proc/self/fd/"):  # The spawner held interrupts back until exceptions lose our frames.
+        sys.modules["_signal"].pthread_sigmask(sys.modules["_signal"].SIG_UNBLOCK, (2,))
     payload_fd = take_fd("HOLDFAST_PAYLOAD")
     peers_fds = [take_fd(name) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")]
     mode, rest = enter_path()
@@ -293,9 +290,8 @@ def prepare(evidence: Evidence) -> "Program":
 
 def prepare_module(rest: "list[str]") -> "Program":
     reset_main()
-    name, *sys.argv[1:] = rest
-    sys.argv[0] = "-m"
-    return run_as_main(name, True)
+    sys.argv[:] = ["-m", *rest[1:]]
+    return run_as_main(rest[0], True)
 
 
 def run_as_main(name: str, alter_argv: bool) -> "Program":
