@@ -164,9 +164,6 @@ def test_what_a_page_shows_of_it(text: str, shown: str) -> None:
     assert picture.shown_of_log(Part(text))["text"] == shown
 
 
-# `holdfast logs` prints whole lines.
-
-
 class Reader:
     def __init__(self, log: Log, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys, self._printer = capsys, Printer(None, as_json=False)
@@ -229,7 +226,7 @@ def test_the_tail_of_a_line_that_grows_is_not_shown(log: Log, capsys: pytest.Cap
 
 
 class AgentElsewhere(AskedRun):
-    """Has a line to show, and knows the questions for last words that the coordinator has passed on."""
+    """Has a line to show, and knows the questions for last words that the coordinator passed on."""
 
     def __init__(self) -> None:
         self.questions = [0]
