@@ -350,8 +350,10 @@ def quickly_compiled(content: bytes, path: str) -> "Any":
     if sys.getprofile() is not None or is_oddly_encoded(content):
         return None
     code, strict, filters = None, ("error", None, Warning, None, 0), sys.modules.get("warnings", _warnings).filters
+    note = getattr(_warnings, "_filters_mutated", None) or _warnings._filters_mutated_lock_held  # As `warnings` does.
+    getattr(_warnings, "_acquire_lock", bool)()  # From Python 3.14 on.
     filters.insert(0, strict)
-    _warnings._filters_mutated()  # As `warnings` does.
+    note()
     try:
         for source in (b"", content):
             try:
@@ -365,7 +367,8 @@ def quickly_compiled(content: bytes, path: str) -> "Any":
     finally:
         sys.setprofile(None)
         filters.remove(strict)
-        _warnings._filters_mutated()
+        note()
+        getattr(_warnings, "_release_lock", bool)()
     return code
 
 
