@@ -17,7 +17,7 @@ from holdfast.option import Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
 
-READING_RULES = (
+_READING_RULES = (
     "The first token that is neither an option nor an option's value is the script; all that follows is the "
     "script's own. A value comes from the command line (the last one given wins), else from the environment "
     "variable named below, else it is the default. An empty variable counts as unset.",
@@ -65,7 +65,7 @@ _WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("CUDA_VISIBLE_DEVICES", "that of holdfast's environment; the worker's one device with `--virtual-local-rank`"),
 )
 
-OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
+_OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("PYTHON_EXEC", "the Python that runs the workers, instead of holdfast's own"),
     ("OMP_NUM_THREADS", "if unset and there is more than one local worker, the workers get 1"),
     (
@@ -101,13 +101,13 @@ OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
 
 def document() -> str:
     """docs/cli.md."""
-    parts = ["# holdfast run", f"```\n{USAGE}\n```", *parser.INTRODUCTION, *READING_RULES]
+    parts = ["# holdfast run", f"```\n{USAGE}\n```", *parser.INTRODUCTION, *_READING_RULES]
     for group in GROUPS:
         header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
         parts.append("\n".join([header, *(_row(option) for option in OPTIONS if option.group == group)]))
     parts += ["## Settings of `--rdzv-conf`", _SETTINGS, _settings()]
     for title, first, rows in (
-        ("Other environment variables", "variable", OTHER_VARIABLES),
+        ("Other environment variables", "variable", _OTHER_VARIABLES),
         ("What a worker finds in its environment", "variable", _WORKER_VARIABLES),
         ("Exit status", "status", parser.EXIT_CODES),
     ):

@@ -30,7 +30,7 @@ def document() -> str:
         ".SH SYNOPSIS", *_code([USAGE, "holdfast COMMAND [options]"]),
         ".SH DESCRIPTION", f"\\fBholdfast\\fR {_text(_ABOUT)}",
         ".SH COMMANDS", *_entries((name, what) for name, (_, what) in COMMANDS.items()),
-        ".SH HOLDFAST RUN", *_paragraphs((*parser.INTRODUCTION, *make_cli.READING_RULES)),
+        ".SH HOLDFAST RUN", *_paragraphs((*parser.INTRODUCTION, *make_cli._READING_RULES)),
     ]  # fmt: skip
     for group in GROUPS:
         rows = [each for each in (*OPTIONS, *INFORMATION) if each.group == group]
@@ -42,7 +42,7 @@ def document() -> str:
     of_run = ("PET_NAME", "an option of `holdfast run`, such as PET_NNODES for --nnodes")
     lines += [
         ".SH EXIT STATUS", *_entries(parser.EXIT_CODES),
-        ".SH ENVIRONMENT", *_entries((*make_cli.OTHER_VARIABLES, of_run)),
+        ".SH ENVIRONMENT", *_entries((*make_cli._OTHER_VARIABLES, of_run)),
         ".SH EXAMPLES", *_code("\n\n".join(parser.EXAMPLES).splitlines()),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
