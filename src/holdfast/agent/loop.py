@@ -15,7 +15,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from holdfast import signals
 from holdfast.agent import causes, lifecycle, ranks, sinks
@@ -47,6 +47,9 @@ from holdfast.rendezvous.membership.model import (
 )
 from holdfast.signals import RunClosed, SignalException
 
+if TYPE_CHECKING:
+    from holdfast.agent.snapshot_transfers import Listing
+
 logger = Logger(__name__)
 
 # For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
@@ -74,6 +77,7 @@ class AgentLoop:
         self._result = RunResult(WorkerState.INIT)
         self._failed_round = self._hang_told_in = 0
         self._has_left = False
+        self._listing: Listing | None = None  # Of the snapshots on disk. This node joins when it is over.
 
     def run(self) -> RunResult:
         """Run to the end of the run. No worker is left after it, whatever happens."""
@@ -159,10 +163,15 @@ class AgentLoop:
         if workers is not None:
             fds += [fd for fd in [workers.fileno()] if fd is not None]
             deadlines.append(workers.deadline())
+        if self._listing is not None:
+            fds.append(self._listing.fileno())
+            deadlines.append(self._listing.until)
         deadline = min((each for each in deadlines if each is not None), default=None)
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         wait_readable(fds, timeout_s, writable=workers.unsent_fds() if workers is not None else ())
         signals.inbox().raise_pending()
+        if self._listing is not None and self._listing.is_over:
+            self._send_join()
         if ends_at is not None and time.monotonic() >= ends_at:
             return [lifecycle.PeersTimedOut(self._machine.round)]
         if not self._is_watching():
@@ -289,11 +298,18 @@ class AgentLoop:
         signals.inbox().raise_pending()  # One that came while the workers were being stopped.
         self._group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
         self._workers.prepare(self._run)
+        self._run.advance = self._workers.advance()
+        snapshots = self._workers.snapshots
+        self._listing = snapshots.begin_listing() if snapshots is not None else None
+        if self._listing is None:
+            self._send_join()
+
+    def _send_join(self) -> None:
+        listing, self._listing = self._listing, None
+        if self._workers.snapshots is not None:
+            self._workers.snapshots.tell(self._run, listing)
         result, round = self._result, self._machine.round
         has_failed = self._failed_round == round > 0 and bool(result.failures)
-        self._run.advance = self._workers.advance()
-        if self._workers.snapshots is not None:
-            self._workers.snapshots.tell(self._run)
         self._run.join(causes.failure_of(result, round, with_evidence=True) if has_failed else None)
 
     def _enter(self, sealed: Sealed) -> None:
