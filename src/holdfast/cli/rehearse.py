@@ -10,18 +10,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from holdfast.cli import console, run_by_ssh
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.options import HOSTS, OPTIONS, RunArguments
 from holdfast.cli.arguments.parser import PlainParser
-from holdfast.cli.exit_status import explain
+from holdfast.cli.exit_status import reported
 from holdfast.cli.job import job_of
 from holdfast.errors import HostError, UserError
-from holdfast.frozen import changed, frozen
+from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
-from holdfast.option import Option
+from holdfast.option import Options, flag, optional, texts, value
 from holdfast.rehearsal import plan, remote, trial
 from holdfast.rehearsal.plan import Fault, Seen, Trial
 from holdfast.telemetry.status import plain
@@ -45,19 +44,7 @@ examples:
   holdfast rehearse --hosts node1,node2 --rejoin-hosts --max-restarts 3 --expect-file model.pt train.py
 """
 
-_OWN = (
-    Option("--expect-file FILE", "", "a file that must have the same content as after the undisturbed run; its path is "
-           "relative to the working directory of the job; may be repeated", in_environment=False, joined_by=","),
-    Option("--expect-output REGEX", "", "the last line of output that matches must be the same", in_environment=False),
-    Option("--seed NUMBER", "", "draws the moments of the faults and their victims", parse=int, default="0",
-           in_environment=False),
-    Option("--here", "", "run the job in the current directory instead of a new one for each trial: it must clean up "
-           "after itself", in_environment=False),
-    Option("--trial-timeout SECONDS", "", "how long a trial may take (default: 60 s and ten times as long as the "
-           "undisturbed run)", parse=float, in_environment=False),
-    Option("--keep DIR", "", "keep output, logs and events of all trials in this directory", in_environment=False),
-    Option("--json", "", "print the results as JSON", in_environment=False),
-)  # fmt: skip
+_GROUP = "Options of the rehearsal"
 _UNDISTURBED_S = 3600.0
 _SHOWN_CHARS = 4000
 # What a rehearsal decides itself.
@@ -68,51 +55,48 @@ _DECIDED = (
 _OF_SSH = ("rejoin_hosts", "env", "ssh", "host_timeout", "remote_python")
 
 
+class RehearseOptions(Options):
+    # fmt: off
+    expect_file = optional("--expect-file FILE", _GROUP, texts, joined_by=",", in_environment=False, help=
+        "a file that must have the same content as after the undisturbed run; its path is relative to the working "
+        "directory of the job; may be repeated")
+    expect_output = value("--expect-output REGEX", _GROUP, str, "", in_environment=False, help=
+        "the last line of output that matches must be the same")
+    seed = value("--seed NUMBER", _GROUP, int, "0", in_environment=False, help=
+        "draws the moments of the faults and their victims")
+    here = flag("--here", _GROUP, in_environment=False, help=
+        "run the job in the current directory instead of a new one for each trial: it must clean up after itself")
+    trial_timeout = optional("--trial-timeout SECONDS", _GROUP, float, in_environment=False, help=
+        "how long a trial may take (default: 60 s and ten times as long as the undisturbed run)")
+    keep = value("--keep DIR", _GROUP, str, "", in_environment=False, help=
+        "keep output, logs and events of all trials in this directory")
+    json = flag("--json", _GROUP, in_environment=False, help="print the results as JSON")
+    # fmt: on
+
+    @property
+    def expected(self) -> trial.Expected:
+        return trial.Expected(tuple(self.expect_file or ()), self.expect_output)
+
+
 def get_parser() -> PlainParser:
     """For `--help` and docs/cli.md: it reads no command line."""
     description = "Run a job under faults, and say for each whether it was survived."
     parser = PlainParser(PROGRAM, description, _EPILOG, USAGE)
-    for option in _OWN:
-        if option.is_flag:
-            parser.add_argument(*option.flags, action="store_true", help=option.help)
-        else:
-            parser.add_argument(*option.flags, metavar=option.invocation.split()[-1], help=option.help)
+    for option in RehearseOptions.table():
+        parser.add_option(option, option.help)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    try:
-        return _rehearse(command_line.parse(argv, _OWN))
-    except command_line.HelpWanted:
-        get_parser().print_help()
-        return 0
-    except command_line.UsageError as problem:
-        return command_line.refuse(PROGRAM, USAGE, problem)
-    except (Exception, KeyboardInterrupt) as error:
-        return explain(error, PROGRAM)
+    def rehearse() -> int:
+        return _rehearse(command_line.parse(argv, RehearseOptions.table()))
 
-
-@frozen
-class _Asked:
-    """What the user wants of the rehearsal itself."""
-
-    expected: trial.Expected
-    seed: int
-    is_here: bool
-    limit_s: float | None
-    keep: str
-    as_json: bool
-
-    @classmethod
-    def of(cls, args: Any) -> _Asked:
-        files = tuple(args.expect_file.split(",")) if args.expect_file else ()
-        expected = trial.Expected(files, args.expect_output or "")
-        return cls(expected, args.seed, args.here, args.trial_timeout, args.keep or "", args.json)
+    return reported(PROGRAM, USAGE, rehearse, lambda: get_parser().print_help())
 
 
 def _rehearse(args: RunArguments) -> int:
     console.set_up(quiet=args.quiet, verbose=args.verbose)
-    asked, where = _Asked.of(args), _where(args)
+    asked, where = RehearseOptions.taken_from(args), _where(args)
     job = _job(args)
     home = Path(asked.keep or tempfile.mkdtemp(prefix="holdfast-rehearsal-")).absolute()
     if asked.keep and home.exists() and any(home.iterdir()):
@@ -130,7 +114,7 @@ def _rehearse(args: RunArguments) -> int:
         rehearsals.close()
     compared = trial.words_of(asked.expected, undisturbed)
     as_json = {"trials": [plain(each) for each in trials], "compared": compared}
-    console.print_out(json.dumps(as_json, indent=2) + "\n" if asked.as_json else plan.table(trials, compared))
+    console.print_out(json.dumps(as_json, indent=2) + "\n" if asked.json else plan.table(trials, compared))
     return 0 if plan.is_passed(trials) else 1
 
 
@@ -155,7 +139,9 @@ def _where(args: RunArguments) -> remote.Hosts | None:
 
 
 def _job(args: RunArguments) -> JobSpec:
-    own = {option.dest for option in _OWN} | {option.dest for option in OPTIONS if option.group == HOSTS}
+    own = {option.dest for option in RehearseOptions.table()} | {
+        option.dest for option in OPTIONS if option.group == HOSTS
+    }
     job = job_of(args, own, sys.executable)
     script, *rest = job.program
     return changed(job, program=(os.path.abspath(script) if os.path.exists(script) else script, *rest))
@@ -174,7 +160,7 @@ def _tried(args: RunArguments, rehearsals: _Rehearsals, fault: Fault, undisturbe
 class _Rehearsals:
     """All trials, each in a directory of its own below `home`, here or on the hosts of `where`."""
 
-    def __init__(self, job: JobSpec, home: Path, asked: _Asked, where: remote.Hosts | None) -> None:
+    def __init__(self, job: JobSpec, home: Path, asked: RehearseOptions, where: remote.Hosts | None) -> None:
         self.job, self.where, self._home, self._asked = job, where, home, asked
         self._there: list[remote.RemoteHost] = []
 
@@ -186,13 +172,13 @@ class _Rehearsals:
     def carry_out(self, fault: Fault, undisturbed: Seen | None) -> Seen:
         console.write(f"holdfast: {fault} ...\n")
         about = (self.job, self._home / str([*Fault].index(fault)), fault, self._asked.seed)
-        is_here = self._asked.is_here
+        is_here = self._asked.here
         if self.where is not None:
             rehearsal: trial.Rehearsal = remote.HostsRehearsal(self.where, self._there, *about, is_here=is_here)
         else:
             rehearsal = trial.Rehearsal(*about, is_here=is_here)
         limit_s = plan.limit_s(undisturbed) if undisturbed is not None else _UNDISTURBED_S
-        return rehearsal.carry_out(self._asked.expected, self._asked.limit_s or limit_s, undisturbed)
+        return rehearsal.carry_out(self._asked.expected, self._asked.trial_timeout or limit_s, undisturbed)
 
     def close(self) -> None:
         for there in self._there:
