@@ -69,7 +69,7 @@ snapshots = holdfast.snapshots.open()
 times = []
 for step in range(int(sys.argv[2])):
     began = time.perf_counter()
-    for _ in range(8):
+    for _ in range(2):
         matrix = torch.tanh(matrix @ matrix)
     dist.all_reduce(matrix[0])
     with snapshots.save(step) as out:
@@ -155,7 +155,7 @@ def measure_snapshots(turns: Turns) -> None:
 
 def _measure_background(turns: Turns) -> None:
     """What copies to another node and files cost the training that goes on meanwhile. The sides take turns."""
-    mib, steps = turns.size((64, 200), (8, 30))
+    mib, steps = turns.size((64, 100), (8, 30))
     sides = {
         "that save": partial(step_ms, mib, steps),
         "that save and copy to each other": partial(step_ms, mib, steps, "--snapshot-copies", "1"),

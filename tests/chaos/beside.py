@@ -34,6 +34,7 @@ def _tried(home: Path, side: Side, fault: str, seed: int, times: int) -> str:
             run.finish(is_one_late=fault == "late")
             run.check()
     except AssertionError as error:
-        problem = f"; not survived: {str(error).splitlines()[0]}"
+        first = error.__context__ if isinstance(error.__context__, AssertionError) else error
+        problem = f"; not survived: {str(first).splitlines()[0][:300]}"
     stood = f", stood still for {statistics.median(gaps):.1f} s, at most {max(gaps):.1f} s" if gaps else ""
     return f"{len(gaps)} times{stood}{problem}"

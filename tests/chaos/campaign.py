@@ -32,7 +32,7 @@ import psutil
 
 from holdfast.rendezvous.membership import keys
 from tests import support
-from tests.chaos import job
+from tests.chaos import job, sides
 from tests.chaos.sides import Side
 from tests.network import Network
 from tests.support import LoggedProcess
@@ -155,12 +155,15 @@ class Campaign:
             if all_of_them or time.monotonic() >= at:
                 del self._cures[host]
                 cure()
-        for name, server in self._servers.items():
-            if not server.is_running:
-                self._serve(name)
+        self._serve_again()
         for host, agent in self._agents.items():  # One that lost what it needs, as a full disk, may have ended.
             if not agent.is_running and host not in self._cures:
                 self._start_agent(host)
+
+    def _serve_again(self) -> None:
+        for name, server in self._servers.items():
+            if not server.is_running:
+                self._serve(name)
 
     def kill_agent(self, host: str) -> None:
         self._tell(f"kill the agent of {host}")
@@ -262,6 +265,8 @@ class Campaign:
         run: a node that has never heard of it may begin a new one under the same id."""
         self._cure(all_of_them=True)
         self._await(lambda: len(self._last_round()) >= 2 * len(HOSTS) - 2, "most hosts take part again")
+        if self.side.has_snapshots:
+            self._lose_nothing()
         late = self._random.choice(self._hosts_of_last_round()) if is_one_late else ""
         if late:
             self._tell(f"cut {late} off until the run is over")
@@ -273,11 +278,25 @@ class Campaign:
         codes = {agent.name: self._code_of(agent) for agent in others}
         assert set(codes.values()) == {0}, f"exit codes: {codes}\n{self}"
         if late:
+            time.sleep(2 * sides.CLOSE_LINGER_S)  # Until then the coordinator of the run may wait for its nodes.
+            self._serve_again()
             self._network.join(late)
             code = self._code_of(self._agents[late])
             assert code == 0, f"the host that came back: exit code {code}\n{self._agents[late].log[-3000:]}\n{self}"
         again = [life for life in self._lives() if life[1] > over_ns + 2_000_000_000]
         assert not again, f"workers were started when the run was over: {again}\n{self}"
+
+    def _lose_nothing(self) -> None:
+        """A worker is killed while all is well: the next round goes on at the step in flight."""
+        self._await(lambda: self._steps()[-1] > self._last_start(), "a step of the last round")
+        host = self._random.choice(self._hosts_of_last_round())
+        step, rounds = int(self._noted("steps.log")[-1][2]), len(self._noted("begun.log"))
+        self.kill_worker(host)
+        self._await(lambda: len(self._noted("begun.log")) > rounds, "the next round")
+        _, loaded, source = self._noted("begun.log")[rounds]
+        assert source == "snapshot", f"no snapshot was loaded after step {step}\n{self}"
+        assert int(loaded) >= step - 1, f"step {loaded} was loaded after step {step}\n{self}"
+        self._await(lambda: len(self._last_round()) >= 2 * len(HOSTS) - 2, "most hosts take part again")
 
     def _code_of(self, agent: LoggedProcess) -> int | None:
         self._await(lambda: not agent.is_running, f"the end of {agent.name}")
@@ -300,6 +319,11 @@ class Campaign:
             assert "internal error" not in agent.log, agent.log[-4000:]
 
     def close(self) -> None:
+        if self.side.is_torchrun:  # Its workers outlive an agent that is killed; that is for the faults to show.
+            for agent in self._agents.values():
+                agent.send(signal.SIGCONT)
+                agent.send(signal.SIGTERM)
+            support.survivors([agent.pid for agent in self._agents.values()], deadline_s=15)
         for process in (*self._agents.values(), *self._former, *self._servers.values()):
             if process.is_running:
                 _signal(process.pid, signal.SIGCONT)

@@ -12,7 +12,9 @@ from tests.network import HERE
 
 PORT = 29400
 ETCD_PORTS = (23790, 23890, 23990)
-SETTINGS = "heartbeat=0.3,lease=3,drop_timeout=1.2,reconnect_grace=0.4,last_call=1,close_linger=2,join_timeout=300"
+CLOSE_LINGER_S = 2
+TIMES = "heartbeat=0.3,lease=3,drop_timeout=1.2,reconnect_grace=0.4,last_call=1,join_timeout=300"
+SETTINGS = f"{TIMES},close_linger={CLOSE_LINGER_S}"
 # The same times, as far as torchrun has them: a node is lost after 3 s.
 TORCHRUN_SETTINGS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,join_timeout=300"
 STORE = f"""
