@@ -94,7 +94,12 @@ class Campaign:
         where = self.home / f"host_{host}"
         address = self._network.addresses[host]
         command = self.side.agent_command(self.home, where / "logs", address, len(HOSTS))
-        own = {"TMPDIR": str(where), "HOLDFAST_HOST_NAME": f"{host}{self._count}", **environment}
+        own = {
+            "TMPDIR": str(where),
+            "HOLDFAST_HOST_NAME": f"{host}{self._count}",
+            **self.side.environment,
+            **environment,
+        }
         self._agents[host] = self._launch(f"agent_{host}_{self._count}", self._network.namespace(host), command, **own)
 
     def _workers(self, host: str) -> list[int]:

@@ -39,6 +39,11 @@ class Side:
         return self.backend == "c10d"
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Otherwise torchrun keeps the port of the first round, at a node that may be gone, and rounds look alike."""
+        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.is_torchrun else {}
+
+    @property
     def servers(self) -> list[str]:
         if self.backend == "etcd":
             return [f"etcd{number}" for number in range(len(ETCD_PORTS))]
