@@ -8,7 +8,7 @@ SEEDS  ?= 10000
 JOBS   ?= 2
 PYTEST ?= $(BIN)/pytest
 COUNT  ?= 60
-SECONDS ?= 900
+SECONDS ?= 450
 
 .PHONY: demo test test-all sim chaos frost mutate check coverage docs bench dist lowest pythons lock clean
 
@@ -28,7 +28,8 @@ test-all: $(VENV)/.tools test
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
 
-# Half an hour of faults on real agents in namespaces, on tcp and on etcd (docs/chaos.md). SEED=7 for a certain one.
+# Half an hour of faults on real agents in namespaces, on tcp and on etcd, without snapshots and with (docs/chaos.md).
+# SEED=7 for a certain one.
 chaos: $(VENV)/.test $(VENV)/.tools
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(SEED:%=--seed %)
 
