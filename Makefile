@@ -8,7 +8,7 @@ SEEDS  ?= 10000
 JOBS   ?= 2
 PYTEST ?= $(BIN)/pytest
 COUNT  ?= 60
-SECONDS ?= 900
+SECONDS ?= 450
 
 .PHONY: demo test test-all sim chaos frost mutate check coverage docs bench dist lowest pythons lock clean
 
@@ -28,7 +28,8 @@ test-all: $(VENV)/.tools $(VENV)/.docs test
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
 
-# Half an hour of faults on real agents in namespaces, on tcp and on etcd (docs/chaos.md). SEED=7 for a certain one.
+# Half an hour of faults on real agents in namespaces, on tcp and on etcd, without snapshots and with (docs/chaos.md).
+# SEED=7 for a certain one.
 chaos: $(VENV)/.test $(VENV)/.tools
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(SEED:%=--seed %)
 
@@ -53,8 +54,8 @@ docs: $(VENV)/.docs
 	$(BIN)/python docs/make_cli.py > docs/cli.md
 	$(BIN)/python docs/make_behaviour.py
 	$(BIN)/python docs/make_verdicts.py > docs/verdicts.md
-	$(BIN)/python -m docs.make_environment > docs/environment.md
 	$(BIN)/python -m docs.make_man > man/holdfast.1
+	$(BIN)/python -m docs.make_environment > docs/environment.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Side by side with torchrun and the bare limit, in about 20 minutes; makes docs/benchmarks.md, its plots and the figures
@@ -116,12 +117,12 @@ $(VENV)/.tools: Makefile | $(VENV)/bin/python
 	command -v mpirun >/dev/null || apt-get install -y --no-install-recommends openmpi-bin
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.runtime
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
-	@touch $@
-
 $(VENV)/.dist: $(VENV)/.runtime
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dist]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.runtime
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.runtime
