@@ -29,6 +29,7 @@ _BASE = {
     "progress_board",
     "signals",
     "stdio",
+    "stop_hooks",
     "text",
     "wire_types",
 }
@@ -51,6 +52,7 @@ LAYERS = {
     "loop": {"signals"},
     "signals": {"errors"},
     "stdio": {"escape", "text"},
+    "stop_hooks": {"progress_board"},
     "log": {"log_lines"},
     "option": {"frozen"},
     "log_lines": {"escape", "stdio"},
@@ -71,7 +73,7 @@ LAYERS = {
         )
     },
     # The package itself resolves names for its users, and the entry point starts the command line.
-    "__init__": {"lazy", "launcher", "process", "progress_board", "signals", "snapshots"},
+    "__init__": {"lazy", "launcher", "process", "progress_board", "signals", "snapshots", "stop_hooks"},
     "__main__": {"cli", "process", "signals"},
 }
 
@@ -79,7 +81,7 @@ LAYERS = {
 _PURE = {
     "": "errors escape frozen option text wire_types",
     "agent": "environment lifecycle ranks",
-    "failures": "cause records report verdict",
+    "failures": "cause peers records report verdict",
     "hangs": "compare policy",
     "hosts": "agent_fleet engine_detection host_lines job kubernetes_manifest own_lines",
     "hosts/ssh": "command host_list messages",

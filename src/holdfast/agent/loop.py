@@ -261,6 +261,9 @@ class AgentLoop:
                     result = self._workers.examine()
                 if result is not None:
                     return lifecycle.WorkersFailed(round, self._failure(result))
+            case Stop(is_failure=True) if self._machine.phase is AgentPhase.RUNNING:
+                with in_hook():
+                    self._workers.look_at_peers(blames_peer=event.blames_peer)
         return event
 
     def _execute(self, command: lifecycle.Command) -> Sequence[lifecycle.Event]:
@@ -291,7 +294,7 @@ class AgentLoop:
         self._workers.prepare(self._run)
         result, round = self._result, self._machine.round
         has_failed = self._failed_round == round > 0 and bool(result.failures)
-        self._run.advance = self._workers.advance()
+        self._run.advance, self._run.peers = self._workers.advance(), self._workers.peers()
         if self._workers.snapshots is not None:
             self._workers.snapshots.tell(self._run)
         self._run.join(causes.failure_of(result, round, with_evidence=True) if has_failed else None)
@@ -331,6 +334,9 @@ class AgentLoop:
         if is_hang and run.has_leases and self._hang_told_in != round and (self._group.group_world_size or 1) > 1:
             # Once these workers are gone, the workers of the other nodes get an error and hang no more.
             wait_readable([], _OTHERS_LOOK_S)
+        if not is_hang:  # The others know by now; these workers are stopped a second later at most.
+            with in_hook():
+                self._workers.look_at_peers(blames_peer=failure.blames_peer)
 
     # The end.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from holdfast.errors import HostError
-from holdfast.failures.records import Failure
+from holdfast.failures.records import Failure, Folded
 from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
@@ -93,7 +93,8 @@ class Coordination(abc.ABC):
     yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
     `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
-    failure and before it joins again; and before each join `held`, the snapshots that this node has. `has_snapshots`:
+    failure and before it joins again; and before each join `held`, the snapshots that this node has, and `peers`, where
+    its workers were when one of the run failed. `has_snapshots`:
     its workers may save some. Then `snapshot_port` is where its transfer process serves them (0: nowhere)."""
 
     has_leases = False
@@ -104,6 +105,7 @@ class Coordination(abc.ABC):
         self.outcome: Outcome | None = None
         self.verdict: str | None = None
         self.advance: Advance | None = None
+        self.peers: tuple[Folded, ...] = ()
         self.held: tuple[Held, ...] = ()
         self.snapshot_port = 0
         self._mailbox: Mailbox[AgentPush] = Mailbox()

@@ -208,7 +208,8 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._listen_for_snapshots()
         said = (failure and protocol.clipped(failure), self.advance)
         held = snapshots.limited(self.held)
-        asked = node.JoinRequested(self._held.number, *said, self._held_free.number, held, self.snapshot_port)
+        peers = tuple(map(protocol.clipped, self.peers))
+        asked = node.JoinRequested(self._held.number, *said, self._held_free.number, held, self.snapshot_port, peers)
         if not client.post(asked) and self._error is not None:
             self._fail(self._error)
 
