@@ -115,6 +115,9 @@ class LaunchConfig:
         self.exit_barrier_timeout = _time_s(
             "exit_barrier_timeout", self.exit_barrier_timeout, _EXIT_BARRIER_TIMEOUT_VARIABLE, 300
         )
+        if self.peer_stacks not in ("auto", "on", "off") or self.cpus_per_worker < 0:
+            given = f"{self.peer_stacks!r} and {self.cpus_per_worker}"
+            raise UserError(f"peer_stacks is auto, on or off, and cpus_per_worker a number from 0 on, not {given}")
         if self.numa_options is None and not self.cpus_per_worker:
             self.numa_options = _default_numa_options(int(self.nproc_per_node))
         problem = restart_policy.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))

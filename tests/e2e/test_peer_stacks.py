@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import support
-from tests.e2e.command import COMMAND, Ended, Holdfast
+from tests.e2e.command import COMMAND, Holdfast
 from tests.promises import promise, proves
 
 COMMON = ("--standalone", "--log-dir=logs", "--shutdown-timeout=10")
@@ -37,6 +37,9 @@ def stopped(number, frame):
 
 signal.signal(signal.SIGTERM, stopped)
 ready = home / f"ready{rank}"
+if rank == 3 and "frozen" in sys.argv:
+    ready.touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
 if rank == 1:
     while not all((home / f"ready{each}").exists() for each in range(size) if each != 1):
         time.sleep(0.01)
@@ -54,8 +57,8 @@ def report_of(home: Path) -> dict[str, Any]:
     return report
 
 
-def delays(ended: Ended) -> dict[int, float]:
-    found = re.findall(r"rank (\d+) stopped after ([\d.]+) s", ended.out)
+def delays(out: str) -> dict[int, float]:
+    found = re.findall(r"rank (\d+) stopped after ([\d.]+) s", out)
     return {int(rank): float(text) for rank, text in found}
 
 
@@ -93,13 +96,16 @@ def test_the_report_says_where_the_others_were(
 
 
 @proves("failures.peers-bounded")
-def test_the_others_are_stopped_within_a_second(holdfast: Holdfast) -> None:
+@pytest.mark.parametrize("frozen", [(), ("frozen",)])
+def test_the_others_are_stopped_within_a_second(holdfast: Holdfast, frozen: tuple[str, ...]) -> None:
     script = holdfast.script(JOB)
     env = {"HOME_OF_JOB": str(holdfast.directory)}
-    ended = holdfast.run(*COMMON, "--nproc-per-node=4", script, TIMEOUT, env=env)
-    assert {*delays(ended)} == {0, 2, 3}, str(ended)
+    ended = holdfast.run(*COMMON, "--shutdown-timeout=1", "--nproc-per-node=4", script, TIMEOUT, *frozen, env=env)
+    assert {*delays(ended.out)} == ({0, 2} if frozen else {0, 2, 3}), str(ended)
     # From the exception: the worker's own end and the stop itself count, too.
-    assert max(delays(ended).values()) < 1.5
+    assert max(delays(ended.out).values()) < 1.5
+    odd = [3] if frozen else [2]
+    assert [each["ranks"] for each in report_of(holdfast.directory)["peers"] if each["stands_out"]] == [odd]
 
 
 @proves("failures.peers-places")
@@ -113,12 +119,49 @@ def test_nodes_that_have_no_failure_look_too(tmp_path: Path) -> None:
     for node in ("a", "b"):
         options = (*meeting, f"--node-rank={'ab'.index(node)}", "--nproc-per-node=2", f"--log-dir={tmp_path / node}")
         command = [COMMAND, "run", *options, "--shutdown-timeout=10", script, TIMEOUT]
-        agents.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True))
-    said = [agent.communicate(timeout=60)[1] for agent in agents]
+        agents.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    out, said = zip(*(agent.communicate(timeout=60) for agent in agents), strict=True)
     assert [agent.returncode for agent in agents] == [1, 1], said
     for node, text in zip("ab", said, strict=True):
         path = tmp_path / node / "latest/report.json"
         report = json.loads(path.read_text())
         assert [(each["ranks"], each["stands_out"]) for each in report["peers"]] == [([2], True), ([0, 3], False)], text
         assert "rank 2 stands out: at job.py:10 in load_batch" in text
+    assert {*delays("".join(out))} == {0, 2, 3}
+    assert max(delays("".join(out)).values()) < 2.0, "both nodes look at the same time"
     assert [len([*(tmp_path / node).glob("*_*/attempt_0/stacks.txt")]) for node in "ab"] == [1, 1]
+
+
+GLOO = """
+import datetime, os, time
+import torch, torch.distributed as dist
+import holdfast
+
+def load_batch():
+    time.sleep(600)
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4 if rank == 0 else 600))
+dist.all_reduce(torch.ones(1))
+
+@holdfast.on_stop
+def close():
+    dist.destroy_process_group()
+    os.write(1, f"rank {rank} has closed its group\\n".encode())
+
+if rank == 2:
+    load_batch()
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@proves("failures.peers-places", "workers.on-stop")
+def test_a_collective_of_torch_that_times_out(holdfast: Holdfast) -> None:
+    support.leave_to_test_all("a long job of torch")
+    ended = holdfast.run(*COMMON, "--nproc-per-node=4", holdfast.script(GLOO), deadline_s=100)
+    report = report_of(holdfast.directory)
+    assert report["rule"] in ("collective-timeout", "peer-gone"), report
+    places = {rank: each for each in report["peers"] for rank in each["ranks"]}
+    assert places[2]["stands_out"], report["peers"]
+    assert places[2]["place"] == "at job.py:6 in load_batch `time.sleep(600)`"
+    assert "rank 2 has closed its group" in ended.lines

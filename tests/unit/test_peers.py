@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from holdfast.failures.peers import CANNOT_RUN, ELSEWHERE, IN_COLLECTIVE, line, merged, odd, sentences
 from holdfast.failures.records import Evidence, Failure, Folded
 from holdfast.failures.report import RunReport, described, run_dict, run_text
-from holdfast.failures.verdict import is_about_peers
+from holdfast.failures.verdict import _ABOUT_PEERS, RULES, is_about_peers
 from tests.promises import proves
 
 REDUCE = "in all_reduce, at train.py:31 in step"
@@ -75,6 +77,12 @@ def test_what_many_nodes_say_is_bounded() -> None:
 )
 def test_which_failures_point_at_a_peer(exitcode: int, evidence: Evidence, expected: bool) -> None:
     assert is_about_peers(described(Failure("a", 0, exitcode, evidence=evidence))) is expected
+
+
+def test_the_rules_that_point_at_a_peer_exist_and_are_in_the_document() -> None:
+    assert {rule.name for rule in RULES} >= _ABOUT_PEERS
+    text = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
+    assert [name for name in _ABOUT_PEERS - {"hang"} if f"`{name}`" not in text] == []
 
 
 @proves("failures.peers-places")

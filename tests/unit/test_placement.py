@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from holdfast.errors import HostError
+from holdfast.errors import HostError, UserError
+from holdfast.launcher import LaunchConfig
 from holdfast.process.workers.cpus import AffinityMode, NumaOptions, Placement, parse_cpu_list, place
 from tests.promises import promise, proves
 from tests.unit.test_cpus import NVIDIA, Machine, add_device
@@ -169,3 +172,31 @@ def test_this_machine() -> None:
     assert cpus <= allowed.keys()
     siblings = Path(f"/sys/devices/system/cpu/cpu{min(cpus)}/topology/thread_siblings_list")
     assert not siblings.exists() or cpus == parse_cpu_list(siblings.read_text()) & allowed.keys()
+
+
+@promise("""workers.default-numa-options: If `LaunchConfig` gets no `numa_options` and there are as many accelerators as
+    workers, it takes the default of the torch that the process has imported, if that has one.""")
+@pytest.mark.parametrize(
+    ("shown", "fields", "expected"),
+    [
+        ("0,1", {}, "chosen"),
+        ("0", {}, None),
+        ("0,1", {"cpus_per_worker": 1}, None),
+        ("0,1", {"numa_options": "own"}, "own"),
+    ],
+)
+def test_the_default_of_a_torch_that_has_one(
+    monkeypatch: pytest.MonkeyPatch, shown: str, fields: dict[str, Any], expected: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    vendor = ModuleType("torch._utils_internal")
+    monkeypatch.setitem(sys.modules, vendor.__name__, vendor)
+    assert LaunchConfig(1, 1, 2).numa_options is None, "an older torch knows no such default"
+    vendor.__dict__["get_default_numa_options"] = lambda: "chosen"
+    assert LaunchConfig(1, 1, 2, **fields).numa_options == expected
+
+
+@pytest.mark.parametrize("fields", [{"peer_stacks": "never"}, {"cpus_per_worker": -1}])
+def test_what_a_program_may_not_ask_for(fields: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="peer_stacks is auto, on or off, and cpus_per_worker a number from 0 on"):
+        LaunchConfig(1, 1, 1, **fields)

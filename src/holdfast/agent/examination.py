@@ -76,8 +76,11 @@ class Examination:
         from holdfast.hangs import peers as stacks
 
         steps = {rank: progress.of(local)[1] for rank, local in ranks.items()} if progress is not None else {}
-        picture = stacks.look({rank: running[local] for rank, local in ranks.items()}, steps)
-        self._unwritten, self.peers = picture, peers.merged(compare.folded(picture))
+        try:
+            picture = stacks.look({rank: running[local] for rank, local in ranks.items()}, steps)
+            self._unwritten, self.peers = picture, peers.merged(compare.folded(picture))
+        except Exception as error:  # Evidence is no reason to keep a stop waiting.
+            logger.warning("the other workers were not looked at: %s: %s", type(error).__name__, error)
         if self.peers:
             logger.warning("the other workers of this node, before they are stopped: %s", peers.line(self.peers))
 

@@ -386,6 +386,7 @@ class LocalWorkers(Workers):
         picture, path = self.examination.hung(context, watch, reason)
         if context.wait(0) is not None or watch.look(context.running(), is_again=True) is None:
             logger.warning("the workers have moved while their stacks were taken, and go on")
+            self.examination.begin(self._place.round)
             return None
         return self._blame(context, picture, reason, path)
 
