@@ -160,13 +160,6 @@ class Peer:
             self._frames.feed(data)
         return message
 
-    def receive_or_none(self, within_s: float) -> Any:
-        """The next message, or None if there is none in time."""
-        try:
-            return self.receive(within_s)
-        except TimeoutError:
-            return None
-
     def await_kind(self, kind: type) -> Any:
         while not isinstance(message := self.receive(), kind):
             assert message is not None, f"hung up before {kind.__name__} came"

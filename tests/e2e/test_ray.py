@@ -12,7 +12,7 @@ import pytest
 
 from tests import ray_cluster, support
 from tests.e2e.command import COMMAND, Ended, Holdfast
-from tests.engines import DEADLINE_S, Ray, agent_of
+from tests.engines import DEADLINE_S, Ray
 from tests.promises import promise, proves
 from tests.ray_cluster import Cluster
 from tests.support import Mailbox, survivors, wait_until
@@ -84,17 +84,6 @@ def test_a_coordinator_that_is_killed(ray: Ray) -> None:
     assert ray.mailbox.rest() == []
 
 
-@proves("ray.killed-coordinator-started-workers")
-def test_an_agent_that_is_killed_is_started_again(ray: Ray) -> None:
-    job = ray.work("wait")
-    os.kill(agent_of(ray.pids(2)[1]), signal.SIGKILL)
-    ray.pids(2)
-    ray.done.touch()
-    end = job.wait(DEADLINE_S)
-    assert end.code == 0, str(end)
-    assert any(line.endswith("is lost: its agent was killed; it is started again") for line in end.own)
-
-
 @proves("ray.wrong-input-missing-unreachable")
 def test_nodes_that_cannot_run_the_job(ray: Ray) -> None:
     """What is wrong is said with the name of the node, and the job ends."""
@@ -104,6 +93,13 @@ def test_nodes_that_cannot_run_the_job(ray: Ray) -> None:
     end = ended(ray, "--gpus-per-node=1", "--join-timeout=1s", "job.py")
     assert end.code == 1, str(end)
     assert end.last.startswith("holdfast submit: error: no agent could be started within 1 s (--join-timeout): 0 of 1 ")
+
+
+@proves("ssh.exclude")
+def test_a_node_that_is_left_out(ray: Ray) -> None:
+    script = ray.holdfast.script("import os; print(os.environ['WORLD_SIZE'])")
+    end = ended(ray, "--nnodes=1:2", "--exclude=127.77.0.1", "--last-call=1s", script)
+    assert (end.code, end.lines) == (0, ["[127.77.0.2:0] 1"]), str(end)
 
 
 @proves("ray.commands-docs-work")

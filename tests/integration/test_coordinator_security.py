@@ -69,9 +69,6 @@ def only_complaint(server: CoordinatorProcess) -> str:
     return said
 
 
-# Tokens.
-
-
 @pytest.fixture
 def token_file(tmp_path: Path) -> str:
     return support.write_secret(tmp_path / "token", TOKEN + b"\n")
@@ -176,25 +173,6 @@ def test_a_coordinator_with_the_token_of_one_run_names_it_to_no_other(tmp_path: 
             other.enter("another run", TOKEN)
 
 
-@proves("coordinator.token-frame-sealed-heard")
-def test_a_frame_that_was_changed_or_sent_twice_ends_the_connection(server: CoordinatorProcess) -> None:
-    for spoil in (lambda frame: frame[:-1] + b"!", lambda frame: frame + frame):
-        with Peer(server.port) as peer:
-            peer.enter("run", TOKEN)
-            peer.sock.sendall(spoil(peer._frames.sealed(encode(protocol.Heartbeat(1)))))
-            assert peer.is_hung_up()
-    assert only_complaint(server).endswith("a frame whose seal is wrong")
-
-
-@proves("coordinator.token-sides-prove-know")
-def test_nothing_is_served_before_the_token_is_proved(server: CoordinatorProcess) -> None:
-    for request in (protocol.StoreRequest(b"", 1, "set", ("k",), (b"v",)), protocol.Close("ha"), protocol.Heartbeat(1)):
-        with Peer(server.port) as peer:
-            peer.await_kind(protocol.Challenge)
-            peer.send(request)
-            assert peer.receive() is None
-
-
 def test_an_agent_starts_a_coordinator_with_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("HOLDFAST_TOKEN", TOKEN.decode())
@@ -233,9 +211,6 @@ def test_a_welcome_node_that_is_turned_away_later_keeps_trying(
                 assert a.take() == []
     finally:
         first.close()
-
-
-# TLS.
 
 
 @promise("""coordinator.tls-works-certificates-side: TLS works with certificates of one side or of both. A certificate

@@ -214,9 +214,6 @@ def test_slots_grow_and_are_used_again(rounds: Rounds) -> None:
     assert rounds.run("print(set(snapshots.load()['value']))") == [["{19}"]]
 
 
-# Worlds of another size.
-
-
 @promise(
     "snapshots.other-world-size: A world of another size loads replicated state from any rank, and sharded state with "
     "`reshard`; without it there is nothing to load, and the log says why."

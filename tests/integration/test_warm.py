@@ -94,7 +94,9 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 # The same program, cold and warm.
 
-CASES = [case for case in (*FACT_CASES, *EXIT_CASES, *BEHAVIOUR_CASES) if not case.stdin]
+ENDS = ("exit_3", "exit_text", "interrupt", "segfault", "output_closed")
+CASES = [*FACT_CASES, *BEHAVIOUR_CASES, *(case for case in EXIT_CASES if case.name in ENDS)]
+CASES = [case for case in CASES if not case.stdin]
 
 
 @promise("""workers.preload-shows-cold-shows: With `--preload` a worker shows what a cold one shows, as far as a fork
@@ -240,9 +242,6 @@ def test_functions_are_forked_from_the_template(spawner: Spawner) -> None:
     assert all("decimal" in names for names in result.return_values.values())
 
 
-# What the script and the modules are.
-
-
 @promise("""workers.script-read-anew-start: The script is read anew at every start. A preloaded module whose file has
     changed is imported anew before a restart, and a template that has grown or started many workers is replaced.""")
 def test_the_script_is_read_anew_and_a_changed_module_is_imported_again(
@@ -332,9 +331,6 @@ def test_a_module_that_takes_too_long(
     script = support.write_script(tmp_path / "job.py", "print('well')\n")
     assert spawner.run(script, preload=("bad",), preload_timeout_s=0.5) == [(0, "well\n", "")]
     assert expected in reasons(caplog)[0]
-
-
-# The template is killed.
 
 
 @promise("""workers.template-killed-moment-lost: If the template is killed, at any moment, no worker is lost and none

@@ -51,13 +51,7 @@ class Agent:
     """One agent process."""
 
     def __init__(
-        self,
-        world: AnyWorld,
-        host: Host,
-        facts: NodeFacts,
-        settings: Settings,
-        lease: LeaseSettings,
-        where: Locator,
+        self, world: AnyWorld, host: Host, facts: NodeFacts, settings: Settings, lease: LeaseSettings, where: Locator
     ) -> None:
         self.engine, self.network, self.checks = world.engine, world.network, world.checks
         self.host = host

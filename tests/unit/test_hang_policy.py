@@ -103,11 +103,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[Signal, float], tuple[float, Bound] 
     "only the beginning is bounded, and broken": ({"start_timeout_s": 10.0}, {}, (10, Bound.START)),
     "what a loader reads does not end the beginning": ({"start_timeout_s": 10.0}, {IO: 0.5}, (10.5, Bound.START)),
     "nor does it end an eager bound": (EAGER, {IO: 0.5}, (10.5, Bound.START)),
-    "what moves later does": (
-        {"start_timeout_s": 10.0, "signals": frozenset({IO, CPU})},
-        {CPU: 1, IO: 10.5},
-        None,
-    ),
+    "what moves later does": ({"start_timeout_s": 10.0, "signals": frozenset({IO, CPU})}, {CPU: 1, IO: 10.5}, None),
     "a call does, also one that was not chosen": (
         {"start_timeout_s": 10.0, "signals": frozenset({IO})},
         {IO: 1, PROGRESS: 2},
@@ -244,9 +240,6 @@ def test_a_pattern_that_never_matches_is_complained_about_once(matched: float | 
         assert "the pattern is ignored" in text
 
 
-# Counters.
-
-
 @promise("""hangs.py-spy-read-worker: Where py-spy may not read a worker, writing its own stacks is not progress:
     holdfast still acts on the hang.""")
 @pytest.mark.parametrize(
@@ -307,9 +300,6 @@ def test_signals_by_name() -> None:
     assert CPU not in DEFAULT_SIGNALS, "a collective that spins would look like work"
     with pytest.raises(UserError, match="unknown progress signal 'gpu'; known signals: output, pattern, cpu, io"):
         parse_signals("output,gpu")
-
-
-# Words.
 
 
 @pytest.mark.parametrize(

@@ -164,9 +164,6 @@ def test_what_a_page_shows_of_it(text: str, shown: str) -> None:
     assert picture.shown_of_log(Part(text))["text"] == shown
 
 
-# `holdfast logs` prints whole lines.
-
-
 class Reader:
     def __init__(self, log: Log, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys, self._printer = capsys, Printer(None, as_json=False)

@@ -112,8 +112,7 @@ def worker(rank: int, id_: Any = None) -> Worker:
 
 
 @pytest.mark.parametrize(
-    ("end", "state"),
-    [((0, False, 9.0), "succeeded"), ((3, False, 9.0), "failed"), ((-15, True, None), "stopped")],
+    ("end", "state"), [((0, False, 9.0), "succeeded"), ((3, False, 9.0), "failed"), ((-15, True, None), "stopped")]
 )
 def test_the_life_of_a_worker(end: tuple[int, bool, float | None], state: str) -> None:
     waiting = publisher.worker_status(None, worker(4), {}, None)

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import pty
-import socket
 import sys
 import threading
 import tty
@@ -64,22 +63,6 @@ def test_a_terminal_has_the_text_at_once_and_without_a_thread() -> None:
         assert not writers()
         assert os.read(near, 100) == b"one\n"
     os.close(near)
-
-
-def test_a_file_is_written_where_it_stands(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    with path.open("w") as stream:
-        os.write(stream.fileno(), b"before\n")
-        stdio.write(stream, "one\n")
-        os.write(stream.fileno(), b"after\n")
-        assert path.read_text() == "before\none\nafter\n"
-
-
-def test_a_socket_has_the_text_soon() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs, open(theirs.fileno(), "w", closefd=False) as stream:
-        stdio.write(stream, "one\n")
-        assert ours.recv(100) == b"one\n"
 
 
 def test_a_full_pipe_holds_up_no_caller_and_gets_everything_in_order() -> None:

@@ -12,15 +12,13 @@ The main thread decides, by the machine in `agent_fleet.py`; states and cases ar
 of an actor, a list of nodes, a signal or a deadline wakes it. Other threads only wait in blocking calls: Ray's own,
 which deliver the answers of actors; the one that asks for the nodes; the one that writes to the console.
 
-The coordinator is where the caller is and not on the first node: the job ends with the caller anyway, so there is no
-other node whose loss ends it. Ray demands that drivers and nodes reach each other.
+The coordinator is where the caller is: the job ends with the caller anyway. Ray demands that both reach the nodes.
 
 Failures:
 
     a worker, an agent, a node      see `agent_fleet.py`: the run decides
     an actor does not answer        its calls are repeated, which is safe. If it is dead, Ray says so in the end.
     the coordinator dies            it is started again on the same port, and continues from its memory
-    SIGTERM, Ctrl-C at the caller   passed on to the agents, which end in order; those that do not are killed
     the caller is killed            Ray kills its actors. On each node `die_with_parent` sees its pipe close, and ends
                                     the agent. So does the one that runs the coordinator.
     the head of Ray is killed       no list of nodes comes for `_PATIENCE_S`. (Ray itself ends this process after a
@@ -78,7 +76,7 @@ from holdfast.hosts.host_agent import AgentOrder, Batch, HostAgent
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.job_coordinator import JobCoordinator, rdzv_conf
 from holdfast.log import Logger
-from holdfast.option import Options, optional, value
+from holdfast.option import Options, optional, texts, value
 from holdfast.rendezvous.membership import keys
 
 logger = Logger(__name__)
@@ -124,6 +122,8 @@ class RayOptions(Options):
     gpus_per_node = optional("--gpus-per-node N", OWN, _amount, help=
         "how many GPUs each agent takes of Ray (default: all of the node)")
     cpus_per_node = value("--cpus-per-node N", OWN, _amount, "0", help="how many CPUs each agent takes of Ray")
+    exclude = optional("--exclude NODE,...", OWN, texts, joined_by=",", help=
+        "nodes, by name or address, that get no agent, such as those that an earlier run has named")
     runtime_env_json = optional("--runtime-env-json JSON", OWN, _runtime_env, help=
         "Ray's runtime environment of the agents, as in `ray job submit`")
     # fmt: on
@@ -343,7 +343,9 @@ class _Run:
                 continue
             self._addresses[node_id] = each["NodeManagerAddress"]
             self._resources[node_id] = each["Resources"].get("GPU", 0.0)
-            hosts.append(Host(node_id, self._name_of(node_id, each), self._lacking(each["Resources"])))
+            name = self._name_of(node_id, each)
+            if not {name, each["NodeManagerAddress"]} & {*(self._settings.exclude or ())}:
+                hosts.append(Host(node_id, name, self._lacking(each["Resources"])))
         return HostsSeen(tuple(sorted(hosts, key=lambda host: host.name)))  # Ray has no order of its own.
 
     def _name_of(self, node_id: str, node: Mapping[str, Any]) -> str:

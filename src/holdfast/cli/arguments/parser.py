@@ -35,6 +35,11 @@ class PlainParser(argparse.ArgumentParser):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(program, usage, description, epilog, formatter_class=formatter, allow_abbrev=False)
 
+    def add_option(self, option: Option, text: str) -> None:
+        kwargs: dict[str, Any] = {} if option.is_flag else {"metavar": option.invocation.split()[-1]}
+        action = "store_true" if option.is_flag else "store"
+        self.add_argument(*option.flags, action=action, help=text.replace("%", "%%"), **kwargs)
+
     def print_help(self, file: Any = None) -> None:
         super().print_help(file)
         if "docs/" in self.format_help():

@@ -72,11 +72,6 @@ def run_status(
     )
 
 
-def last_step(run: Membership) -> protocol.Step | None:
-    """Another one after each step, but for heartbeats, which change nothing."""
-    return run._story[-1] if run._story else None
-
-
 def _story(run: Membership, now: float) -> Iterator[StoryLine]:
     for step in [*run._story][-_STEPS_SHOWN:]:
         yield StoryLine(_ago_s(step[0], now), protocol.told(step).partition(" ")[2])
