@@ -185,8 +185,10 @@ _ABOUT_PEERS = frozenset({"nccl-remote", "nccl-system", "collective-timeout", "p
 
 
 def is_about_peers(failure: Failure) -> bool:
-    """Whether it failed of a time-out, a closed connection or a hang, so that a peer may be the cause."""
-    return judged(failure).name in _ABOUT_PEERS
+    """Whether it failed of a time-out, a closed connection or a hang, so that a peer may be the cause. Other nodes wait
+    for the answer, and to compile the whole table takes milliseconds: most failures match none of these rules."""
+    may_be = any(rule.matches(failure) for rule in RULES if rule.name in _ABOUT_PEERS)
+    return may_be and judged(failure).name in _ABOUT_PEERS
 
 
 def judged(failure: Failure) -> Rule:
