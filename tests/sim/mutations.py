@@ -390,6 +390,8 @@ MUTATIONS = [
         first_seed=450),
     Mutation("the spawner ignores the lease", Host, "set_lease", _always(None), _FENCING),
     Mutation("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
+    Mutation("a node that is not ready gives its place up unasked", Participant, "_change_readiness", lambda original:
+        lambda self, unready: (setattr(self, "_unready", unready), self._join(self._asked_at))[1], _FENCING, _RAISE),
     Mutation("a restarted coordinator does not wait", Past, "others_may_run_until", lambda original: lambda self,
         settings, now: now, _FENCING),
     Mutation("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
@@ -426,7 +428,7 @@ MUTATIONS = [
         scenario="a_host_that_is_lost_again_waits"),
     Mutation("hosts are to blame for what all have in common", Losses, "forgive", _always(None),
         scenario="all_hosts_are_cut_off_again"),
-    Mutation("a host that has to wait is waited for", NodeTable, "held_beyond", _always(0),
+    Mutation("a host that has to wait is waited for", NodeTable, "out_beyond", _always(0),
         scenario="a_host_that_is_lost_again_waits"),
     Mutation("a stop is not told again", Membership, "_stop_again", _always([]),
         scenario="a_failure_at_the_coordinators_death"),

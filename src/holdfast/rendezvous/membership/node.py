@@ -89,7 +89,8 @@ _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 class JoinRequested:
     """The node has no workers and wants a place in the next round. The agent holds both ports, new ones each time.
     `failure` is the one that was reported in the last round, with its evidence; `advance` is of that round, too.
-    `held` are the snapshots that the node has, `snapshot_port` is where it serves them. `peers`: see `Join`."""
+    `held` are the snapshots that the node has, `snapshot_port` is where it serves them. `unready` and `peers` as in
+    `Join`."""
 
     port: int
     failure: Failure | None = None
@@ -97,7 +98,16 @@ class JoinRequested:
     free_port: int = 0
     held: tuple[model.Held, ...] = ()
     snapshot_port: int = 0
+    unready: str | None = None
     peers: tuple[Folded, ...] = ()
+
+
+@frozen
+class ReadinessChanged:
+    """While the node waits: it is ready for a place, or not ready any more (`Join.unready`). If it has been given a
+    place meanwhile, of which the agent may not have heard, this comes too late."""
+
+    unready: str | None
 
 
 @frozen
@@ -114,7 +124,7 @@ class Welcomed:
     restarts_used: int = 0
 
 
-AgentEvent = JoinRequested | Failed | Succeeded | SnapshotReport | Leaving | Left | Close | Pushed
+AgentEvent = JoinRequested | ReadinessChanged | Failed | Succeeded | SnapshotReport | Leaving | Left | Close | Pushed
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
@@ -140,6 +150,7 @@ class Participant:
         self._stop: Stop | None = None
         self._advance: Advance | None = None
         self._held: tuple[model.Held, ...] = ()  # When the agent asked for a place last.
+        self._unready: str | None = None  # So, too.
         self._peers: tuple[Folded, ...] = ()
         self._reported: SnapshotReport | None = None  # Of `place`: the last, and when one was sent.
         self._reported_at = 0.0
@@ -159,12 +170,14 @@ class Participant:
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
-            case JoinRequested(port, failure, advance, free_port, held, snapshot_port, peers):
-                self._advance, self._held, self._peers = advance, held, peers
+            case JoinRequested(port, failure, advance, free_port, held, snapshot_port, unready, peers):
+                self._advance, self._held, self._unready, self._peers = advance, held, unready, peers
                 if failure is not None and self._failure is not None:
                     self._failure = Failed(self._failure.round, failure)
                 self.facts = replace(self.facts, port=port, free_port=free_port, snapshot_port=snapshot_port)
                 return self._join(now)
+            case ReadinessChanged(unready):
+                return self._change_readiness(unready)
             case Failed(round) | Succeeded(round) | SnapshotReport(round) if not self._is_in(round):
                 return []
             case Failed():
@@ -214,8 +227,24 @@ class Participant:
     def _join_message(self) -> Join:
         """With what was said of the last round: it may have met a closed connection, or a coordinator that is gone."""
         place, failure = self._last_place, self._failure.failure if self._failure else None
-        said = (self._has_lost_place, failure, self._stop, self._advance, self._heard_restarts, self._held, self._peers)
+        said = (
+            self._has_lost_place,
+            failure,
+            self._stop,
+            self._advance,
+            self._heard_restarts,
+            self._held,
+            self._unready,
+            self._peers,
+        )
         return Join(self.facts, self.settings, place, self._heard_round, *said)
+
+    def _change_readiness(self, unready: str | None) -> list[Command]:
+        """Never a join: the agent, whose loop has not taken its place in yet, would start workers without a lease."""
+        if self.standing is not Standing.WAITING:
+            return []
+        self._unready = unready
+        return self._say(self._join_message())
 
     def _report(self, report: SnapshotReport, now: float) -> list[Command]:
         """A newer step is said once a second, everything else at once. A coordinator that agrees on no steps may not
