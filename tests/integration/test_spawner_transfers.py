@@ -65,13 +65,13 @@ class Node(Rounds):
 
     def connected_process(self) -> int | None:
         """The transfer process, once a peer is connected to it."""
-        for process in psutil.Process(self.link._pid).children():
+        for process in psutil.Process(self.link.pid).children():
             if any(each.status == psutil.CONN_ESTABLISHED for each in process.net_connections("tcp")):
                 return process.pid
         return None
 
     def transfer_process(self) -> psutil.Process:
-        [process] = psutil.Process(self.link._pid).children()
+        [process] = psutil.Process(self.link.pid).children()
         return process
 
 

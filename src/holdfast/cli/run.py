@@ -124,9 +124,6 @@ def _for_option(option: str, read: Callable[[str], T], value: str) -> T:
 
 def check_values(args: RunArguments) -> None:
     """What can be checked only on this host."""
-    if args.cpus_per_worker is not None and (args.cpus_per_worker < 1 or args.numa_binding is not None):
-        what = "at least 1" if args.cpus_per_worker < 1 else "given without --numa-binding: it chooses CPUs itself"
-        raise UserError(f"--cpus-per-worker must be {what}")
     if args.snapshot_every and not args.snapshot_dir:
         raise UserError("--snapshot-every needs a directory for the files: --snapshot-dir DIR")
     if args.event_log_handler != "null":
@@ -489,8 +486,7 @@ def _launch(args: RunArguments) -> None:
     if refusal:
         log.error("%s; the other nodes will be told, and the run ends", refusal)
         config.refusal = refusal
-    # Several workers that each start a thread for every CPU would be slower than one thread each. Those that are bound
-    # to CPUs get as many as they have cores.
+    # Several workers that each start a thread for every CPU would be slower than one thread each.
     is_bound = config.numa_options is not None or config.cpus_per_worker
     if int(config.nproc_per_node) > 1 and "OMP_NUM_THREADS" not in os.environ and not is_bound:
         os.environ["OMP_NUM_THREADS"] = "1"
