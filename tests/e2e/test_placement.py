@@ -53,8 +53,8 @@ def test_the_threads_of_a_library_that_was_loaded_before(holdfast: Holdfast, opt
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--cpus-per-worker=0",), "--cpus-per-worker must be at least 1"),
-        (("--cpus-per-worker=1", "--numa-binding=node"), "--cpus-per-worker must be given without --numa-binding"),
+        (("--cpus-per-worker=0",), "'0' is not a number above 0"),
+        (("--cpus-per-worker=1", "--numa-binding=node"), "--cpus-per-worker and --numa-binding exclude each other"),
         (
             ("--cpus-per-worker=4000",),
             "--cpus-per-worker 4000 needs 4000 cores for 1 workers, and this process may use",

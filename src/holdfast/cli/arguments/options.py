@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.cli.arguments.values import (
     address,
     checks,
+    count_above_0,
     duration_above_0_s,
     duration_s,
     exit_codes,
@@ -84,7 +85,7 @@ class RunArguments(Options):
         "Tie each worker to the CPUs near its device: node, all of the device's NUMA node; socket, all of its socket; "
         "exclusive, a share of the node's cores that no other worker gets; core-complex, cores that share a cache. "
         "Without devices the workers are spread evenly over the NUMA nodes.")
-    cpus_per_worker = optional("--cpus-per-worker N", WORKERS, count, in_full=True, help=
+    cpus_per_worker = optional("--cpus-per-worker N", WORKERS, count_above_0, in_full=True, help=
         "Tie each worker to N cores of its own, with all their hardware threads, near its device if it has one. "
         "OMP_NUM_THREADS is N then, unless it is set. See docs/placement.md.")
 

@@ -429,8 +429,7 @@ class Membership:
         round.stop(reason, is_failure, is_hang, within_s, self._now)
         self.history = self.history.stop(*round.end(), self._now)
         keys = tuple(node.key for node in members if departed is None or node.key != departed.key)
-        why = (reason, is_failure, is_hang, round.has_lost_node, round.blames_peer)
-        return [Tell(keys, model.Stop(round.world.round, *why))]
+        return [Tell(keys, round.stop_message())]
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""

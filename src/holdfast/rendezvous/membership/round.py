@@ -124,6 +124,10 @@ class Round:
         self.stop_reason, self.is_stopped_for_failure, self.is_stopped_for_hang = reason, is_failure, is_hang
         self.stopped_at, self.stop_by, self.admit_at = now, now + within_s, None
 
+    def stop_message(self) -> Stop:
+        why = (self.stop_reason, self.is_stopped_for_failure, self.is_stopped_for_hang, self.has_lost_node)
+        return Stop(self.world.round, *why, self.blames_peer)
+
     def stopped_meanwhile(self) -> Stop:
         """For a member that may have missed it."""
         return Stop(self.world.round, self.stop_reason, self.is_stopped_for_failure, is_loss=self.has_lost_node)
