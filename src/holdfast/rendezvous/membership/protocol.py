@@ -175,7 +175,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     how far they came, and `stop` the message that made it stop, in case that the coordinator does not know.
     `has_lost_place`: the node had to kill its workers because it could not reach the coordinator. `heard_restarts` is
     the highest number of charged restarts that it knows of. `held` are the snapshots that the node has. `unready`: it
-    gets no place until it joins again without that; empty while its checks run, else why it stays out."""
+    gets no place until it joins again without that; empty while its checks run, else why it stays out. `peers` is where
+    its workers of that round were when another worker of the run failed (`failures/peers.py`)."""
 
     facts: NodeFacts
     settings: Settings
@@ -188,6 +189,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     heard_restarts: Count = 0
     held: Annotated[tuple[model.Held, ...], Meta(max_length=model.MAX_HELD)] = ()
     unready: Text | None = None
+    peers: Annotated[tuple[Folded, ...], wire_types.UP_TO_16] = ()
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):
