@@ -21,8 +21,8 @@ from holdfast.frozen import frozen
 from holdfast.log import Logger
 from holdfast.process.spawner import command
 from holdfast.rendezvous.api import RendezvousGracefulExitError, is_kind
-from holdfast.rendezvous.membership.model import End, Ended, PlaceLost, Sealed, Stop
-from holdfast.signals import RunClosed, SignalException
+from holdfast.rendezvous.membership.model import End, Ended, GoingAway, PlaceLost, Sealed, Stop
+from holdfast.signals import NodeWentAway, RunClosed, SignalException
 from holdfast.telemetry.metrics import put_call, put_metric
 from holdfast.text import plural
 
@@ -55,8 +55,9 @@ def end_by(error: BaseException) -> RunEnd:
     if getattr(error, "run_report", None) is not None:
         return RunEnd("failed", str(error), error=error)
     if isinstance(error, SignalException):
-        is_closed = isinstance(error, RunClosed)
-        return RunEnd(*(("closed", str(error)) if is_closed else ("left", error.sigval.name)), error=error)
+        if isinstance(error, RunClosed):
+            return RunEnd("closed", str(error), error=error)
+        return RunEnd("left", str(error) if isinstance(error, NodeWentAway) else error.sigval.name, error=error)
     if is_kind(error, RendezvousGracefulExitError):
         return RunEnd("succeeded", "this node was not needed any more", error=error)
     return RunEnd("error", str(error) if isinstance(error, HoldfastError) else _words(error), error=error)
@@ -73,6 +74,9 @@ class Sink:
 
     def refused(self, error: BaseException) -> None:
         """There is no place for this node."""
+
+    def notice(self, going: GoingAway) -> None:
+        """Nodes of the run go away at a known time, or stay after all."""
 
     def leave(self) -> None:
         """This node goes away, which is no step of its machine."""
@@ -144,6 +148,11 @@ class Records(Sink):
         spec = self._group.spec
         put_metric(f"workers.{spec.role}.remaining_restarts", max(0, spec.policy.max_restarts - self._restarts_used))
         put_metric(f"workers.{spec.role}.{self._group.state.name.lower()}", 1)
+
+    def notice(self, going: GoingAway) -> None:
+        put_metric(f"workers.{self._group.spec.role}.nodes_going_away", going.node_count)
+        left = {"left_s": str(going.left_s), "own_left_s": str(going.own_left_s), "reason": going.reason}
+        self.record("NOTICE", details=left)
 
     def record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
         record(lambda: self.event(state, worker, **facts), self._group.spec.event_log_handler)
@@ -250,8 +259,9 @@ class LogLines(Sink):
                 logger.info("%s", start_line(group, context.logs_dir if context is not None else ""))
                 where = (step.round, group.master_addr, group.master_port, group.workers[0])
                 logger.debug("round %d: master %s:%s, first worker %s", *where)
-            case lifecycle.WorkersSucceeded() if step.commands and (group.group_world_size or 1) > 1:
-                logger.info("the workers of this node have finished, waiting for the other nodes")
+            case lifecycle.WorkersSucceeded(_, has_agreed) if step.commands and (group.group_world_size or 1) > 1:
+                done = "saved their state" if has_agreed else "finished"
+                logger.info("the workers of this node have %s, waiting for the other nodes", done)
             case Stop(_, reason) if step.commands:
                 logger.warning("the round is stopped: %s", reason)
             case PlaceLost(_, reason) if step.commands and step.before is not AgentPhase.STOPPING:

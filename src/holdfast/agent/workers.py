@@ -77,6 +77,21 @@ class Workers:
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the workers and to all processes that they have started."""
 
+    def send_to_leaders(self, number: signal.Signals, *, is_optional: bool = False) -> bool:
+        """Send a signal to the workers alone; `is_optional`: to those that would not be killed by it. False if there is
+        none."""
+        return False
+
+    def set_notice_path(self, path: str) -> None:
+        """Workers that are started from now on find notices there."""
+
+    def await_agreement(self, is_wanted: bool) -> None:
+        """A notice stands, or does not: a worker may end with the code `notice_board.AGREED`, which is no failure."""
+
+    def has_agreed(self) -> bool:
+        """Whether a worker of the last life of the group has done so."""
+        return False
+
     def unkillable(self) -> tuple[int, ...]:
         """After a stop: the pids that even SIGKILL did not end."""
         return ()

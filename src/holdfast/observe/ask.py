@@ -54,6 +54,7 @@ for _kind in (
     status.WorkerStatus,
     status.Output,
     status.SnapshotStatus,
+    status.NoticeStatus,
     status.AgentStatus,
     status.NodeStatus,
     status.Refusal,

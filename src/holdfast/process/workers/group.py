@@ -164,6 +164,7 @@ class PContext(abc.ABC):
         self._lost_how = ""
         self._is_swept = False
         self._is_closed = False
+        self.agreed_code: int | None = None  # An exit code that is no failure: those that end so have their reason.
 
     # Starting.
 
@@ -284,7 +285,14 @@ class PContext(abc.ABC):
     def has_ended(self) -> bool:
         """Whether `wait` would return a result at once, judged by the reports so far."""
         codes = [slot.exitcode for slot in self._slots.values()]
-        return bool(codes) and (None not in codes or any(codes))
+        return bool(codes) and (None not in codes or any(code for code in codes if code != self.agreed_code))
+
+    def has_agreed(self) -> bool:
+        """Whether a process has ended by itself with `agreed_code`."""
+        return any(self._is_agreed(slot) for slot in self._slots.values())
+
+    def _is_agreed(self, slot: Slot) -> bool:
+        return slot.exitcode is not None and slot.exitcode == self.agreed_code and not slot.blamed.note
 
     def blame(self, pid: int, **known: Any) -> None:
         """Whatever its end, this process counts as failed. `known` are fields of `Evidence`: a `note` that says why; or
@@ -357,7 +365,8 @@ class PContext(abc.ABC):
                 return None
             values = {rank: slot.return_value() for rank, slot in self._slots.items()}
             # A value may be unreadable. Asked for after `close`: a worker that was stopped has not succeeded.
-            stopped = {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.exitcode}
+            ended_badly = {rank: slot for rank, slot in self._slots.items() if not self._is_agreed(slot)}
+            stopped = {rank: self._failure(slot) for rank, slot in ended_badly.items() if slot.exitcode}
             failures = stopped or self.failures()
         return RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
 
@@ -375,9 +384,10 @@ class PContext(abc.ABC):
         }
 
     def _failed(self) -> dict[int, Slot]:
-        if not any(slot.failed_by_itself() for slot in self._slots.values()):
+        slots = {rank: slot for rank, slot in self._slots.items() if not self._is_agreed(slot)}
+        if not any(slot.failed_by_itself() for slot in slots.values()):
             return {}
-        return {rank: slot for rank, slot in self._slots.items() if slot.failed_by_itself() or slot.has_raised()}
+        return {rank: slot for rank, slot in slots.items() if slot.failed_by_itself() or slot.has_raised()}
 
     def _failure(self, slot: Slot) -> ProcessFailure:
         assert slot.pid is not None

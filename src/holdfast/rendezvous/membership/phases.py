@@ -61,6 +61,7 @@ from holdfast.rendezvous.membership.model import (
     World,
 )
 from holdfast.rendezvous.membership.nodes import Node, NodeTable, Refusals, rejection_of
+from holdfast.rendezvous.membership.notices import Notices
 from holdfast.rendezvous.membership.protocol import Command, Event, Expel, From, Join, Remember, Return, Tell
 from holdfast.rendezvous.membership.round import Past, Round
 from holdfast.telemetry.history import History
@@ -97,6 +98,7 @@ class Membership:
         self._losses = Losses(now, past)  # Restarts after lost nodes, and losses of each host.
         self._has_lost_nodes = False  # Since this coordinator began: they may come back, even when the run has ended.
         self._steps = AgreedSteps(now)  # While RUNNING: what the members are asked to keep.
+        self.notices = Notices()  # Nodes that go away at a known time.
         self._linger = Linger()  # While ENDED: who has yet to hear of it.
         self.refusals = Refusals(now)  # Of nodes that cannot take part.
         self.history = History(now, is_whole=memory is None).enter(self.phase.lower(), now)
@@ -124,6 +126,7 @@ class Membership:
         silent = self.nodes.most_silent()  # All leases are equally long, so the next one to end is its.
         lease_ends = self._lease_ends(silent) if silent else None
         candidates = [self.nodes.next_drop_at(), self.nodes.next_release_at(), self._formation.report_at, lease_ends]
+        candidates.append(self.notices.tell_at)
         if self._round is not None:
             candidates += [self._round.returns_until, self._round.stop_by, self._round.admit_at]
         if self.phase is Phase.FORMING and self.settings is not None:
@@ -168,6 +171,9 @@ class Membership:
                 return []
             case model.CloseRequested(reason):
                 return [] if self.phase is Phase.ENDED else self._end(Outcome(End.CLOSED, reason))
+            case protocol.NoticeRequested(request, node_ids):
+                self.notices.take(request, node_ids, now)
+                return []
             case protocol.TimePassed():
                 return self._lose_overdue(now)
         assert_never(event)
@@ -184,9 +190,13 @@ class Membership:
                 return self._returned(message, now)
             case protocol.Failed(round, failure):
                 return self._failed(key, round, failure)
-            case protocol.Succeeded(round):
+            case protocol.Succeeded(round, has_agreed):
                 if self._is_current(key, round):
-                    self._finish(self.nodes[key])
+                    self._finish(self.nodes[key], has_agreed)
+                return []
+            case protocol.GiveNotice(request):
+                if (node := self.nodes.get(key)) is not None:
+                    self.notices.take(request, (node.facts.node_id,), now)
                 return []
             case protocol.SnapshotReport(round, steps):
                 return self._saved(key, round, steps, now)
@@ -240,6 +250,7 @@ class Membership:
         self._past.awaited.discard(facts.node_id)
         node = self.nodes.add(facts, Stage.WAITING, now, self._losses.held_until(join, self._past.order, now))
         node.snapshots = join.held
+        commands += self.notices.known_by((facts.key,), self.nodes, now)
         if facts.key in self.nodes.held:
             return commands + self._hold([facts.key])
         return commands + (self._stand_by((facts.key,)) if self.phase is Phase.RUNNING else [])
@@ -292,8 +303,9 @@ class Membership:
             return [*commands, Expel(facts.key, f"its place in round {place.round} was given away")]
         self.nodes.reopen(node, now)
         if back.stage is Stage.FINISHED:
-            self._finish(node)
+            self._finish(node, back.has_agreed)
         orders = self._steps.repeated() if self.phase is Phase.RUNNING else ()
+        commands += self.notices.known_by((facts.key,), self.nodes, now)
         return [*commands, *self._stop_again(facts.key), *(Tell((facts.key,), each) for each in orders)]
 
     def _stop_again(self, key: str) -> list[Command]:
@@ -312,11 +324,14 @@ class Membership:
         if is_of_stop or not self._is_current(key, round):
             return []
         self._present.report(key, failure)
+        if self._present.has_agreed:
+            self._present.departed.setdefault("", "workers of other nodes had ended after a notice")
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
 
-    def _finish(self, node: Node) -> None:
+    def _finish(self, node: Node, has_agreed: bool) -> None:
         if node.stage is Stage.RUNNING:
             node.stage = Stage.FINISHED
+            self._present.has_agreed |= has_agreed
             self._present.owing.discard(node.key)
             self._present.unfinished.discard(node.key)
 
@@ -386,7 +401,9 @@ class Membership:
         if node is None:
             return []
         self.nodes.remove(key)
-        is_lost = how != "left" and node.stage is not Stage.LEAVING
+        members = self.world.ranks if self.world is not None else self._past.ranks
+        was_announced = self.notices.take_away(node.facts.node_id, self._now, is_member=key in members)
+        is_lost = how != "left" and node.stage is not Stage.LEAVING and not was_announced
         if is_lost:
             self._losses.lose(node.facts.host, self.round, self._now)
         if not self._owes(key):
@@ -403,6 +420,7 @@ class Membership:
         self.restarts_at_seal = round.world.template.restarts_used
         self._past.begin(round.world, is_ours=is_ours)
         self._formation = Formation(self._now)
+        self.notices.taken.clear()
         self._steps.begin(round.world.template, *self._agreed.agreed_steps)
         size = (round.world.size, round.world.template.worker_count())
         self.history = self.history.begin_round(self.round, *size, self._now, is_new=is_ours).run(self._now)
@@ -432,7 +450,7 @@ class Membership:
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""
-        if not self._present.is_time_to_admit(len(self.nodes.waiting), self._agreed, now):
+        if not self._present.is_time_to_admit(self._waiting_count(), self._agreed, now):
             return []
         newcomers = [facts.node_id for facts in self._ready(now)]
         if not self._present.is_time_to_admit(len(newcomers), self._agreed, now):
@@ -442,7 +460,7 @@ class Membership:
     def _stand_by(self, keys: tuple[str, ...], *, are_new: bool = True) -> list[Command]:
         """Also so that nodes without a place know of the round, should the coordinator lose its memory. Newcomers for
         which the round is stopped at once hear of the next one."""
-        left_s = self._present.admitted_in_s(len(self.nodes.waiting), self._agreed, self._now)
+        left_s = self._present.admitted_in_s(self._waiting_count(), self._agreed, self._now)
         is_told = keys and not (are_new and left_s == 0.0)
         return [Tell(keys, self._present.stand_by(left_s))] if is_told else []
 
@@ -455,9 +473,13 @@ class Membership:
     def _advance(self, now: float) -> list[Command]:
         """What is due now that the event has been taken in."""
         freed = self.nodes.release(now)
-        commands = self._stand_by(freed) if self.phase is Phase.RUNNING else []
+        commands = self.notices.tell(self.nodes, now) if self.phase is not Phase.ENDED else []
+        commands += self._stand_by(freed) if self.phase is Phase.RUNNING else []
         if self.phase is Phase.RUNNING and self._present.has_succeeded:
-            commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
+            if self._present.has_agreed:
+                commands += self._stop("the workers have saved their state after a notice, and have ended")
+            else:
+                commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
         if self.phase is Phase.RUNNING:
             commands += self._maybe_admit(now)
         if self.phase is Phase.STOPPING and self._present.is_accounted_for:
@@ -495,11 +517,18 @@ class Membership:
         return [*([Remember(self._memory(now))] if must_write else []), *told]
 
     def _form(self, now: float) -> list[Command]:
-        if not self.nodes or self.settings is None:
+        if self.settings is None:
             self._formation.reset()
             return []
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
-        waiting = len(self.nodes.waiting)
+        may_end = self.told_round > 0 and now >= self._formation.held_until
+        reason = self.notices.ends_run(self.nodes, self._past.ranks, self.settings.min_nodes) if may_end else ""
+        if reason:
+            return self._end(Outcome(End.CLOSED, reason, earlier=self._past.earlier, is_notice=True))
+        if not self.nodes:
+            self._formation.reset()
+            return []
+        waiting = self._waiting_count()
         self._formation.count(waiting, self.settings, now)
         is_hopeless = waiting + len(self.nodes.held) < self.settings.min_nodes
         if is_hopeless and self._formation.has_timed_out(self.settings, now):
@@ -513,11 +542,18 @@ class Membership:
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
         known = len(self.nodes) - self.nodes.held_beyond(now + self._agreed.last_call_s)
+        known -= len(self.notices.going(self.nodes.values()))
         return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""
-        return [node.facts for node in self.nodes.waiting_in_order() if not node.is_silent(self._agreed, now)]
+        waiting = [node for node in self.nodes.waiting_in_order() if not node.is_silent(self._agreed, now)]
+        return [node.facts for node in waiting if not self.notices.is_going(node.facts.node_id)]
+
+    def _waiting_count(self) -> int:
+        """The nodes that may get a place: those that go away get none."""
+        waiting = self.nodes.waiting
+        return len(waiting) - len(self.notices.going(self.nodes[key] for key in waiting))
 
     def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
         members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
@@ -529,8 +565,9 @@ class Membership:
         for key in world.keys:
             self.nodes[key].stage = Stage.RUNNING
             self.nodes.waiting.discard(key)
-        told = [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
+        told: list[Command] = [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
         waiting, held = self.nodes.waiting_keys(), sorted(self.nodes.held)
+        told = [*self.notices.known_by(world.keys, self.nodes, now), *told]
         return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
 
     # The end.
@@ -541,7 +578,8 @@ class Membership:
         self.outcome, keys = outcome, self.nodes.open_keys()
         size = self.world.size if self.world is not None else len(self._past.ranks)
         had_room = self.settings is not None and 0 < size < self.settings.max_nodes
-        self._linger.may_more_come = outcome.end is End.CLOSED or self._has_lost_nodes or had_room
+        is_for_good = outcome.end is End.CLOSED and not outcome.is_notice
+        self._linger.may_more_come = is_for_good or self._has_lost_nodes or had_room
         return [Remember(self._memory(self._now)), *([Tell(keys, model.Ended(outcome))] if keys else [])]
 
     def _memory(self, now: float) -> Memory:

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from holdfast import escape, wire_types
 from holdfast.failures.records import Evidence, Failure, Folded
-from holdfast.rendezvous.membership import model
+from holdfast.rendezvous.membership import model, notice_records
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 from holdfast.telemetry.stragglers import Straggler
@@ -29,7 +29,8 @@ from holdfast.wire_types import Name as Name
 
 T = TypeVar("T")
 
-MAJOR, MINOR = 4, 1
+MAJOR, MINOR = 4, 2
+NOTICE_MINOR = 2  # From here on a peer knows `GiveNotice` and `GoingAway`.
 MAX_TEXT = 1 << 14
 MAX_ROLE = 128
 MAX_STORE_KEYS = 1 << 14  # Of one request.
@@ -74,6 +75,7 @@ Sources = Annotated[tuple[model.Source, ...], Meta(max_length=model.MAX_SOURCES)
 SavedOrder = tuple[Count, Count, Count]  # Term, round and step of a snapshot.
 Copies = Annotated[int, Meta(ge=0, le=model.MAX_COPIES)]
 CopyTo = Annotated[tuple[tuple[Name, Port], ...], Meta(max_length=model.MAX_COPIES)]
+GoingNodes = Annotated[tuple[Name, ...], Meta(max_length=notice_records.MAX_GOING)]
 HostAges = Annotated[tuple[tuple[Name, FewAges], ...], Meta(max_length=model.MAX_LOST_HOSTS)]
 
 # The records that are on the wire were defined before these types.
@@ -84,6 +86,7 @@ for _kind in (
     model.Source,
     model.Chosen,
     model.SavedSteps,
+    model.NoticeRequest,
     NodeFacts,
     Settings,
     RestartPolicy,
@@ -206,12 +209,13 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):
-    """A node is connected again and has not given up its place."""
+    """A node is connected again and has not given up its place. `has_agreed`: that of `Succeeded`."""
 
     facts: NodeFacts
     settings: Settings
     place: Place
     stage: Stage
+    has_agreed: bool = False
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -224,7 +228,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Succeeded(msgspec.Struct, frozen=True, tag=True):
+    """The workers have ended. `has_agreed`: they are not done, but have saved their state because of a notice."""
+
     round: Count
+    has_agreed: bool = False
+
+
+class GiveNotice(msgspec.Struct, frozen=True, tag=True):
+    """The node goes away, or the whole run does; or it stays after all."""
+
+    request: model.NoticeRequest
 
 
 class SnapshotReport(msgspec.Struct, frozen=True, tag=True):
@@ -264,7 +277,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     body: Annotated[bytes, Meta(max_length=MAX_ANSWER_BYTES)]
 
 
-FromNode = Join | Return | Heartbeat | Failed | Succeeded | SnapshotReport | Leaving | Left | Close
+FromNode = Join | Return | Heartbeat | Failed | Succeeded | SnapshotReport | Leaving | Left | Close | GiveNotice
 ToCoordinator = FromNode | StoreRequest | Query | Answer
 
 
@@ -379,7 +392,14 @@ class TimePassed(msgspec.Struct, frozen=True):
     """The deadline that `next_deadline` named has come."""
 
 
-Event = From | ConnectionClosed | model.CloseRequested | TimePassed
+class NoticeRequested(msgspec.Struct, frozen=True):
+    """A peer that has proved the token, or a member, gives notice for nodes of the run."""
+
+    request: model.NoticeRequest
+    node_ids: tuple[str, ...] = ()
+
+
+Event = From | ConnectionClosed | model.CloseRequested | NoticeRequested | TimePassed
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -411,10 +431,12 @@ Command = Tell | Remember | Expel | ForgetRun
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A client has proved itself on a new connection. Later connections have higher numbers."""
+    """A client has proved itself on a new connection. Later connections have higher numbers. `minor` is the version
+    that it speaks."""
 
     conn: int
     introduction: Introduction
+    minor: int = MINOR
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -435,7 +457,7 @@ class TermRaised(msgspec.Struct, frozen=True):
     term: int
 
 
-RunEvent = Opened | Received | Closed | TermRaised | model.CloseRequested | TimePassed
+RunEvent = Opened | Received | Closed | TermRaised | model.CloseRequested | NoticeRequested | TimePassed
 
 Sends = list[tuple[tuple[int, ...], ToClient]]  # Connections, and the message for all of them.
 
@@ -468,7 +490,7 @@ Step = tuple[float, type, str, tuple[type, ...], int]
 
 def brief(event: Event, commands: list[Command], now: float) -> Step:
     kind = type(event.message) if isinstance(event, From) else type(event)
-    key = "" if isinstance(event, TimePassed | model.CloseRequested) else event.key
+    key = "" if isinstance(event, TimePassed | model.CloseRequested | NoticeRequested) else event.key
     return now, kind, key, tuple([_kind_of(each) for each in commands[:_TOLD_AT_MOST]]), len(commands)
 
 

@@ -50,6 +50,7 @@ class Round:
         self.unfinished = set(world.keys)  # Members whose workers have not succeeded; those that failed stay here.
         self.failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
         self.departed: dict[str, str] = {}  # Members that went away, and how. "" stands for unknown ones.
+        self.has_agreed = False  # Workers have ended because of a notice, and are not done.
         self.has_lost_node = False  # At least one of `departed` went without a word.
         self.idle_s: float | None = None  # How long before the stop the last progress was, as far as nodes say.
         # Of an adopted world, while members are unknown: until then they may come back.
