@@ -98,6 +98,7 @@ def test_the_page_has_its_commands() -> None:
         "--ssh",
         "--rdzv-endpoint",
         "--rejoin-hosts",
+        "--exclude",
         "--host-discovery",
     ):
         assert any(option in line for line in LINES), option

@@ -26,7 +26,6 @@ from holdfast.process.spawner import command
 from holdfast.process.workers.group import GroupSpec
 from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, RendezvousParameters
-from holdfast.rendezvous.endpoints import parse_rendezvous_endpoint
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, SignalException
@@ -346,10 +345,6 @@ def _get_addr_and_port(parameters: RendezvousParameters) -> tuple[str | None, in
     """For the static backend workers are told the endpoint as the user wrote it; others decide by themselves."""
     if parameters.backend != "static":
         return None, None
-    endpoint = parameters.endpoint
-    if not endpoint:
-        raise UserError("the static rendezvous needs an endpoint (host:port), and none is given")
-    host, port = parse_rendezvous_endpoint(endpoint, default_port=-1)
-    if port == -1:
-        raise UserError(f"the endpoint {endpoint!r} of the static rendezvous has no port")
-    return host, port
+    from holdfast.rendezvous import static
+
+    return static.master_of(parameters)

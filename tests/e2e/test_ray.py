@@ -106,6 +106,13 @@ def test_nodes_that_cannot_run_the_job(ray: Ray) -> None:
     assert end.last.startswith("holdfast submit: error: no agent could be started within 1 s (--join-timeout): 0 of 1 ")
 
 
+@proves("ssh.exclude")
+def test_a_node_that_is_left_out(ray: Ray) -> None:
+    script = ray.holdfast.script("import os; print(os.environ['WORLD_SIZE'])")
+    end = ended(ray, "--nnodes=1:2", "--exclude=127.77.0.1", "--last-call=1s", script)
+    assert (end.code, end.lines) == (0, ["[127.77.0.2:0] 1"]), str(end)
+
+
 @proves("ray.commands-docs-work")
 def test_the_runtime_environment(ray: Ray) -> None:
     script = ray.holdfast.script("""

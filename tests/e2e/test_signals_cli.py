@@ -234,6 +234,26 @@ def test_no_signal_is_lost_once_signals_are_handled(
         assert list(holdfast.temporary.iterdir()) == []
 
 
+INTERRUPTED = """
+import os, signal
+if "HOLDFAST_BLACKBOX" in os.environ:
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@promise("""stopping.interrupt-start-worker: An interrupt while a worker's interpreter starts ends it like any
+    other, without a traceback of holdfast. The program finds no signal blocked.""")
+def test_an_interrupt_while_the_interpreter_starts(holdfast: Holdfast) -> None:
+    script = holdfast.script("import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))")
+    for options in ((), ("--preload", "json")):
+        assert holdfast.run(*options, script).out == "set()\n"
+    holdfast.script(INTERRUPTED, "sitecustomize.py")
+    ended = holdfast.run(script, env={"PYTHONPATH": str(holdfast.directory)})
+    assert (ended.code, ended.out) == (1, "")
+    assert "rank 0 was killed by SIGINT" in ended.err
+    assert "Traceback" not in ended.err
+
+
 @promise("""cli.first-signal-prints-long: After the first signal holdfast prints how long the workers have, and the last
     line names those that had to be killed.""")
 def test_the_grace_period_is_the_users(holdfast: Holdfast, mailbox: Mailbox) -> None:

@@ -444,7 +444,7 @@ def other_interpreters() -> list[str]:
         *glob.glob("/usr/local/bin/python3"),
     ]
     by_version = {version_of(python): python for python in found}
-    usable = [by_version[each] for each in sorted(by_version) if each >= (3, 8) and each != sys.version_info[:2]]
+    usable = [by_version[each] for each in sorted(by_version) if each >= (3, 11) and each != sys.version_info[:2]]
     return usable[:1] or ["/usr/bin/python3"]
 
 

@@ -392,7 +392,7 @@ def test_names(entrypoint: Any, args: list[Any], name: str) -> None:
     ("options", "text"),
     [
         ({"rdzv_backend": "static"}, "needs an endpoint"),
-        ({"rdzv_backend": "static", "rdzv_endpoint": "localhost"}, "'localhost' of the static rendezvous has no port"),
+        ({"rdzv_backend": "static", "rdzv_endpoint": "localhost"}, "rendezvous endpoint 'localhost' has no port"),
         ({"rdzv_backend": "none-such"}, "unknown rendezvous backend 'none-such'"),
         ({"signals_to_handle": "SIGTERM,SIGFOO"}, "'SIGFOO'"),
         ({"signals_to_handle": "SIGKILL"}, "SIGKILL"),

@@ -453,7 +453,7 @@ def test_a_dashboard_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> No
         (
             "PET_RDZV_ENDPOINT",
             "host9",
-            "the endpoint 'host9' of the static rendezvous has no port (PET_RDZV_ENDPOINT of the environment)",
+            "rendezvous endpoint 'host9' has no port; write host:port (PET_RDZV_ENDPOINT of the environment)",
         ),
         ("PYTHON_EXEC", "/no/python", "PYTHON_EXEC: program '/no/python' does not exist"),
         ("PYTHON_EXEC", "no-such-python", "PYTHON_EXEC: program 'no-such-python' was not found on PATH"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from holdfast.rendezvous.coordinator.connection import rejection_of
-from holdfast.rendezvous.coordinator.log import Complaints
 from holdfast.rendezvous.membership.protocol import MAJOR, Hello
 
 
@@ -29,23 +28,3 @@ def hello(run_id: str = "run", version: int = MAJOR, has_token: bool = False) ->
 )
 def test_who_is_let_in(said: Hello, wants_token: bool, words: str) -> None:
     assert rejection_of(said, wants_token) == words
-
-
-def test_the_same_about_the_same_host_is_said_once_a_minute() -> None:
-    said: list[str] = []
-    complaints = Complaints(said.append)
-    for second in range(59):
-        complaints.add(f"10.0.0.1:{second}", "sent junk", float(second))
-        complaints.add(f"[::1]:{second}", "sent junk", float(second))
-    complaints.add("10.0.0.1:77", "said nothing", 59.0)
-    assert said == ["10.0.0.1:0 sent junk", "[::1]:0 sent junk", "10.0.0.1:77 said nothing"]
-    complaints.add("10.0.0.1:78", "sent junk", 60.0)
-    assert said[3:] == ["116 more such lines were left out", "10.0.0.1:78 sent junk"]
-
-
-def test_however_many_there_are_not_everything_is_said() -> None:
-    said: list[str] = []
-    complaints = Complaints(said.append, most_in_a_minute=5)
-    for number in range(1000):
-        complaints.add(f"10.0.0.{number}:1", f"sent {number}", 0.0)
-    assert len(said) == 5

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pytest
 
-from holdfast.rendezvous.coordinator.limits import Bucket, Limits
-from holdfast.rendezvous.coordinator.log import RunLog, shown
+from holdfast.rendezvous.coordinator.limits import Bucket
+from holdfast.rendezvous.coordinator.log import RationedLog, run_prefix, shown
 from tests.promises import proves
 
 
@@ -56,7 +55,7 @@ def test_what_a_peer_said_is_quoted_if_it_is_odd_and_never_long(text: str, line:
 @proves("coordinator.decision-peer-caused-line")
 def test_lines_about_a_run_are_rationed(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    lines = RunLog("job", Limits(lines_at_once=15, lines_a_second=1), clock, [].append)
+    lines = RationedLog(run_prefix("job"), 1, 15, clock)
     for number in range(40):
         lines.say(f"round {number}")
     assert len(caplog.messages) == 15
@@ -67,34 +66,3 @@ def test_lines_about_a_run_are_rationed(caplog: pytest.LogCaptureFixture) -> Non
     assert said == "run 'job': 25 more lines were left out"
     assert line.startswith("run 'job': 100% xxx")
     assert len(line) < 1000
-
-
-def test_what_many_nodes_do_in_one_turn_shares_lines(caplog: pytest.LogCaptureFixture) -> None:
-    turn: list[Callable[[], None]] = []
-    lines = RunLog("job", Limits(), Clock(), turn.append)
-    lines.say_of("a at host:1", "joined")
-    lines.say_of("b at host:2", "joined")
-    assert not caplog.messages
-    lines.say_of("a at host:1", "left")
-    lines.say("round 1 begins")
-    order = ["a at host:1, b at host:2 joined", "a at host:1 left", "round 1 begins"]
-    assert caplog.messages == [f"run 'job': {each}" for each in order]
-    caplog.clear()
-    names = [f"node-{number:03d}" + "x" * 200 for number in range(120)]
-    for name in names:
-        lines.say_of(name, "joined")
-    for call in turn:
-        call()
-    said = " ".join(caplog.messages)
-    assert all(name in said for name in names)
-    assert len(caplog.messages) <= 60
-    assert all(len(line) < 1000 and line.endswith(" joined") for line in caplog.messages)
-
-
-def test_a_run_of_ten_thousand_nodes_has_a_line_for_each_round(caplog: pytest.LogCaptureFixture) -> None:
-    """Its nodes join within a few turns of the loop and so share lines."""
-    lines = RunLog("job", Limits(), Clock(), lambda call: None)
-    for number in range(10_000):
-        lines.say_of(f"host-{number}.cluster/0 at 10.0.0.1:{number}", "joined")
-    lines.say("round 1 begins with 10000 nodes")
-    assert caplog.messages[-1] == "run 'job': round 1 begins with 10000 nodes"

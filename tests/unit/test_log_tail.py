@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.cli.logs import Printer, Source
+from holdfast.errors import HostError
 from holdfast.observe.ask import AskedRun
 from holdfast.observe.dashboard import picture
 from holdfast.observe.log_tail import LogPiece, LogTail, Part
@@ -223,3 +226,32 @@ def test_the_tail_of_a_line_that_grows_is_not_shown(log: Log, capsys: pytest.Cap
     short = Log(log.paths[0].parent / "short")
     short.append("a\nb\nc\n")
     assert Reader(short, capsys).read(tail=3) == "a\nb\nc\n"
+
+
+class AgentElsewhere(AskedRun):
+    """Has a line to show, and knows the questions for last words that the coordinator passed on."""
+
+    def __init__(self) -> None:
+        self.questions = [0]
+
+    def ask_nodes(
+        self, names: Sequence[str], request: Mapping[str, Any], timeout_s: float = 0.0
+    ) -> dict[str, dict[str, Any]]:
+        if request["command"] == "last_words":
+            raise HostError("the coordinator is restarted")
+        is_awaited = request["question"] in self.questions
+        return {names[0]: {"text": "a line\n"[request["offset"] :], "offset": 7, "size": 7, "is_awaited": is_awaited}}
+
+
+@proves("steering.logs-endpoint-shows-last")
+def test_lines_wait_until_the_last_words_are_awaited(capsys: pytest.CaptureFixture[str]) -> None:
+    agent, printer = AgentElsewhere(), Printer(None, as_json=False)
+    source = Source(agent, 1, "stdout", "node", "/logs", None)
+    printer.prefixes[source] = ""
+    with pytest.raises(HostError):
+        source.last_words()
+    source.follow(printer)
+    assert (source.is_held, capsys.readouterr().out) == (True, ""), "the run could end before the question arrives"
+    agent.questions.append(1)
+    source.follow(printer)
+    assert (source.is_held, capsys.readouterr().out) == (False, "a line\n")

@@ -256,6 +256,7 @@ HOST_EFFECTS: dict[str, tuple[str | None, Callable[[HostsJob], object], object]]
     "hostfile": ("hosts", lambda j: j.hosts, (Host("c", 2),)),
     "detach": (None, lambda j: j, None),
     "host_discovery": ("echo d:2", lambda j: (j.hosts, j.discover is not None), ((Host("d", 2),), True)),
+    "exclude": ("x,z", lambda j: j.hosts, (Host("y"),)),
     "rejoin_hosts": (None, lambda j: j.rejoins, True),
     "remote_python": ("/opt/python", lambda j: j.job.python, "/opt/python"),
     "env": ("A=1,OMP_NUM_THREADS", lambda j: j.job.environment, (("A", "1"), ("OMP_NUM_THREADS", "1"))),
@@ -275,7 +276,8 @@ def test_every_option_for_hosts_has_its_effect(name: str, tmp_path: Path, monkey
         assert commands == [["hosts", "detach"]]
         return
     text, seen, expected = HOST_EFFECTS[name]
-    besides = {"hosts": [], "hostfile": [], "host_discovery": ["--nnodes=1:2"]}.get(name, ["--hosts=x"])
+    lists = {"hosts": [], "hostfile": [], "host_discovery": ["--nnodes=1:2"], "exclude": ["--hosts=x,y"]}
+    besides = lists.get(name, ["--hosts=x"])
     assert seen(job_of([*besides, flag_of(name, text)], monkeypatch)) == expected
     assert seen(job_of(["--hosts=x"], monkeypatch)) != expected
 

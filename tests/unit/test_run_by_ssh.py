@@ -304,3 +304,16 @@ def test_what_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         copying.pack("script", "nosuch.py", str(tmp_path))
     with pytest.raises(UserError, match="is not in the working directory"):
         copying.pack("directory", "/etc/passwd", str(tmp_path))
+
+
+@promise("""ssh.exclude: `--exclude` leaves hosts out of `--hosts`, of a hostfile and of what `--host-discovery` prints,
+    and nodes out of a Ray cluster.""")
+def test_hosts_can_be_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    job = job_of(["--hosts=me@a,b:2,c", "--exclude=a", "--exclude", "c,d"], monkeypatch)
+    assert ([host.name for host in job.hosts], job.job.max_nodes) == (["b"], 1)
+    assert "--exclude d: the list of hosts does not name it" in caplog.text
+    found = job_of(["--host-discovery=printf 'a\\nb\\n'", "--nnodes=1:3", "--exclude=a"], monkeypatch)
+    assert found.discover is not None
+    assert [host.name for host in found.discover()] == ["b"]
+    with pytest.raises(UserError, match="--exclude a: no host is left"):
+        job_of(["--hosts=a", "--exclude=a"], monkeypatch)

@@ -169,6 +169,8 @@ class Publisher(Sink):
         if request.get("command") != "last_words":
             reply(control.answer_to(line, self._readable))
             return
+        for each in self._awaiting(request.get("follower")):
+            each["is_superseded"] = True  # It asks again if no answer came in time, or the coordinator was restarted.
         self._last_words.append((request, reply))
         self._tell_last_words()
 
@@ -180,6 +182,8 @@ class Publisher(Sink):
                 request, reply = self._last_words.popleft()
             except IndexError:  # Another thread has told them.
                 return
+            if request.get("is_superseded"):
+                continue
             if inspection.has_last_words(self.status, request):
                 reply(control.answer(self._inspect, {**request, "command": "logs"}))
             else:
@@ -226,10 +230,16 @@ class Publisher(Sink):
 
         context = self._workers.context
         told = inspection.answer(request, self.status, self._group.spec, context.logs_dir if context else "")
-        for waiting, _ in [*self._last_words] if "follower" in request else ():
-            if waiting.get("follower") == request["follower"]:
-                waiting["offset"] = told["offset"]  # This one has been given all before that.
+        if "follower" in request:
+            awaiting = self._awaiting(request["follower"])
+            told["is_awaited"] = any(each.get("question") == request.get("question") for each in awaiting)
+            for each in awaiting:
+                each["offset"] = told["offset"]  # This one has been given all before that.
         return told
+
+    def _awaiting(self, follower: object) -> list[dict[str, Any]]:
+        """The questions of this follower for last words."""
+        return [each for each, _ in [*self._last_words] if each.get("follower") == follower]
 
     def _request_stop(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The loop does it, when it is its turn."""

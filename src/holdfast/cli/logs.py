@@ -40,6 +40,7 @@ _UNREACHABLE_S = 60.0  # A coordinator that is replaced is back by then.
 _NODE_LIMIT_S = 2.0
 _LAST_WORDS_S = 20.0  # After that the question is asked again.
 _LAST_WORDS_PATIENCE_S = 2.0  # After the end of the run.
+_HELD_S = 5.0
 _MOST_LAST_WORDS = 32
 _MOST_LAST_WORDS_HERE = 4  # An agent of this host passes on eight questions at a time.
 _MOST_SOURCES = 128
@@ -133,6 +134,8 @@ class Source:
         self._rest = ""
         self._is_missing = False
         self._follower, self._last_path = os.urandom(8).hex(), ""
+        self._question = 0  # The number of the last one for last words.
+        self._held_until: float | None = None
 
     @property
     def attempt(self) -> int | None:
@@ -144,7 +147,10 @@ class Source:
         """All that is there now. With `tail`, only the last lines of it."""
         if tail is not None:
             self.tail = LogTail(self.tail.attempt)
-        self._take(self.tail.take(self._piece()), printer, tail)
+        self._read_on(self._piece(), printer, tail)
+
+    def _read_on(self, piece: LogPiece, printer: Printer, tail: int | None = None) -> None:
+        self._take(self.tail.take(piece), printer, tail)
         while not self.tail.is_at_end:
             self._take(self.tail.take(self._piece()), printer)
 
@@ -175,7 +181,9 @@ class Source:
     def follow(self, printer: Printer) -> None:
         """Like `read`, but a log that cannot be read is a remark and not the end."""
         try:
-            self.read(printer)
+            piece = self._piece()
+            if not self._is_held_back(piece):
+                self._read_on(piece, printer)
             self._is_missing = False
         except HostError as error:
             self.tail.go_on()
@@ -183,8 +191,23 @@ class Source:
                 self._is_missing = True
                 printer.note(f"rank {self.rank}: {error}; waiting for it or for the run to end")
 
+    @property
+    def is_held(self) -> bool:
+        return self._held_until is not None
+
+    def _is_held_back(self, piece: LogPiece) -> bool:
+        """After an outage of the coordinator, lines wait a moment for the question for the last words, which is asked
+        anew: the run may end at once, and its end is to be seen by those that have seen it go on."""
+        if not self._question or piece.is_awaited or piece.is_over:
+            self._held_until = None
+            return False
+        now = time.monotonic()
+        self._held_until = self._held_until or now + _HELD_S
+        return now < self._held_until
+
     def last_words(self) -> LogPiece:
         """What the worker had written when it ended. Waits for that, once for each attempt."""
+        self._question += 1
         piece = self._asked({"command": "last_words", "after": self._last_path}, _LAST_WORDS_S)
         self._last_path = piece.path
         return piece
@@ -200,7 +223,8 @@ class Source:
         return LogPiece(**found, path=path, attempt=log_files.attempt_of(path))
 
     def _asked(self, request: dict[str, Any], timeout_s: float = _NODE_LIMIT_S) -> LogPiece:
-        whole = {**request, "rank": self.rank, "stream": self.stream, "follower": self._follower}
+        asker = {"follower": self._follower, "question": self._question}
+        whole = {**request, **asker, "rank": self.rank, "stream": self.stream}
         return decoded(self._run.ask_node(self.node, whole, timeout_s), LogPiece, f"node {self.node}")
 
     def turn_to_newest(self, workers: Mapping[int, WorkerStatus]) -> None:
@@ -365,6 +389,8 @@ def _follow_elsewhere(run: AskedRun, sources: Sequence[Source], printer: Printer
             break
         for each in sources:
             each.follow(printer)
+        if any(each.is_held for each in sources):
+            words.ask_again()
     late = [each for each in sources if not each.tail.is_whole]
     if late and not console.is_unread():
         for each in late:
@@ -379,15 +405,23 @@ class _LastWords:
     def __init__(self, sources: Sequence[Source]) -> None:
         self._told: queue.SimpleQueue[tuple[Source, LogPiece]] = queue.SimpleQueue()
         self._waiting = {*sources}
+        self._may_ask = threading.Condition()
         for each in sources:
             threading.Thread(target=self._wait, args=(each,), name="holdfast-last-words", daemon=True).start()
 
     def _wait(self, source: Source) -> None:
         while True:
+            asked_at = time.monotonic()
             try:
                 self._told.put((source, source.last_words()))
             except HoldfastError:  # The worker goes on, or the coordinator is restarted.
-                time.sleep(_LOOK_AGAIN_ELSEWHERE_S)
+                with self._may_ask:
+                    self._may_ask.wait(max(0.0, asked_at + _LOOK_AGAIN_ELSEWHERE_S - time.monotonic()))
+
+    def ask_again(self) -> None:
+        """At once: the coordinator is back."""
+        with self._may_ask:
+            self._may_ask.notify_all()
 
     def show(self, printer: Printer, patience_s: float) -> None:
         """Those that have come, or come within that time."""

@@ -90,7 +90,7 @@ def run(args: Any) -> None:
             rejoins=args.rejoin_hosts,
             when_started=partial(os.write, int(ready_fd), _READY) if ready_fd else None,
             output=output,
-            discover=partial(_discovered, args.host_discovery) if args.host_discovery is not None else None,
+            discover=partial(_discovered, args) if args.host_discovery is not None else None,
         )
     )
 
@@ -134,9 +134,14 @@ def _hosts(args: Any) -> tuple[host_list.Host, ...]:
     if args.host_discovery is not None:
         if "nnodes" not in args.given:
             raise UserError("--host-discovery needs --nnodes MIN:MAX: the number of hosts may change")
-        return _discovered(args.host_discovery)
-    if args.hosts is not None:
-        return host_list.parse_hosts(args.hosts)
+        return _discovered(args)
+    hosts = host_list.parse_hosts(args.hosts) if args.hosts is not None else _of_hostfile(args)
+    for name in {*(args.exclude or ())} - {host.name for host in hosts}:
+        log.warning("--exclude %s: the list of hosts does not name it", name)
+    return _left(hosts, args)
+
+
+def _of_hostfile(args: Any) -> tuple[host_list.Host, ...]:
     try:
         with open(args.hostfile, "rb") as file:
             data = file.read(_HOSTFILE_BYTES + 1)
@@ -149,18 +154,25 @@ def _hosts(args: Any) -> tuple[host_list.Host, ...]:
         raise UserError(f"--hostfile {args.hostfile!r} is not a text file") from None
 
 
-def _discovered(script: str) -> tuple[host_list.Host, ...]:
+def _left(hosts: tuple[host_list.Host, ...], args: Any) -> tuple[host_list.Host, ...]:
+    left = tuple(host for host in hosts if host.name not in (args.exclude or ()))
+    if not left:
+        raise UserError(f"--exclude {','.join(args.exclude)}: no host is left")
+    return left
+
+
+def _discovered(args: Any) -> tuple[host_list.Host, ...]:
     """The hosts that the script prints."""
-    where = f"--host-discovery {script!r}"
+    where = f"--host-discovery {args.host_discovery!r}"
     try:
-        done = subprocess.run(shlex.split(script), capture_output=True, text=True, timeout=_DISCOVERY_S)
+        done = subprocess.run(shlex.split(args.host_discovery), capture_output=True, text=True, timeout=_DISCOVERY_S)
     except OSError as error:
         raise UserError(f"{where} cannot be started: {error.strerror}") from None
     except (subprocess.TimeoutExpired, ValueError) as error:
         raise UserError(f"{where}: {error}") from None
     if done.returncode:
         raise UserError(f"{where} ended with exit code {done.returncode}: {last_line(done.stderr)}")
-    return host_list.parse_lines(where, done.stdout)
+    return _left(host_list.parse_lines(where, done.stdout), args)
 
 
 def _check(args: Any) -> None:

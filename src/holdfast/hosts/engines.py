@@ -9,11 +9,14 @@ are built in are imported when they are asked for. A plug-in adds another by an 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from holdfast.errors import UserError
+from holdfast.errors import HostError, UserError
 from holdfast.hosts.job import JobSpec
 from holdfast.option import Options
+
+if TYPE_CHECKING:
+    import subprocess
 
 GROUP = "holdfast.engines"
 OWN = "Options of the engine"  # The group of them all.
@@ -28,6 +31,7 @@ _BUILT_IN: dict[str, str] = {
 # Options of `holdfast run` that say where this node meets the others: each node's own, or the engine's to decide.
 _PLACES = ("standalone", "node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port", "local_addr")
 
+_ANSWER_TIMEOUT_S = 60.0
 
 O = TypeVar("O", bound=Options)  # noqa: E741  (the type of an engine's options)
 
@@ -108,3 +112,19 @@ def _plug_ins() -> dict[str, str]:
 
 def _those_that_can(what: str) -> str:
     return ", ".join(kind.name for kind in kinds() if kind.can(what)) or "no engine is installed"
+
+
+def ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a tool of an engine that answers at once. In a session of its own, so that Ctrl-C does not end it: a job that
+    it creates at that moment has to be cancelled."""
+    import subprocess
+
+    try:
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, errors="surrogateescape", timeout=_ANSWER_TIMEOUT_S,
+            start_new_session=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise HostError(f"{command[0]} has not answered within {_ANSWER_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise HostError(f"cannot start {command[0]}: {error.strerror}") from None

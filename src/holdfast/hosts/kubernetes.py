@@ -31,7 +31,7 @@ from holdfast.failures.report import DO_NOT_REQUEUE
 from holdfast.frozen import changed
 from holdfast.hosts import kubernetes_manifest
 from holdfast.hosts.console import EngineConsole
-from holdfast.hosts.engines import Engine
+from holdfast.hosts.engines import Engine, ask
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.kubernetes_manifest import KubernetesOptions, Tree
 from holdfast.hosts.own_lines import PREFIX_VARIABLE
@@ -41,7 +41,6 @@ from holdfast.process.output.lines import HeldLine
 log = Logger(__name__)
 
 _PATCH_BYTES = 1 << 20
-_ANSWER_TIMEOUT_S = 60.0
 _WATCH_AGAIN_S = 1.0
 _MARGIN_S = 30.0  # On top of the grace of the pods.
 _LAST_LINES_S = 10.0  # For the logs of pods that have ended.
@@ -83,7 +82,7 @@ class Kubernetes(Engine[KubernetesOptions]):
         name = kubernetes_manifest.name_of(job, settings)
         kind = documents[-1]["kind"].lower()
         kubectl = ["kubectl", *([f"--namespace={settings.namespace}"] if settings.namespace else [])]
-        done = _ask([*kubectl, "create", "-f", "-"], manifest)
+        done = ask(*kubectl, "create", "-f", "-", text=manifest)
         if done.returncode:
             raise _refusal(done.stderr, name)
         if detach:
@@ -109,18 +108,6 @@ def _patches(path: str | None) -> list[Tree]:
     if not all(isinstance(each, dict) for each in patches):
         raise UserError(f"--patch {path!r} is not a JSON object, or a list of them")
     return patches
-
-
-def _ask(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
-    """In a session of its own, so that Ctrl-C does not end it: the job that it creates has to be deleted then."""
-    try:
-        return subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=_ANSWER_TIMEOUT_S, start_new_session=True
-        )
-    except subprocess.TimeoutExpired:
-        raise HostError(f"kubectl has not answered within {_ANSWER_TIMEOUT_S:g} s") from None
-    except OSError as error:
-        raise HostError(f"cannot start kubectl: {error.strerror}") from None
 
 
 def _refusal(text: str, name: str) -> HoldfastError:
@@ -332,7 +319,7 @@ class _Submission:
 
     def _see_all(self) -> None:
         """The watch of the pods may be behind that of the job."""
-        done = _ask([*self._get_pods, "--output=json"], "")
+        done = ask(*self._get_pods, "--output=json")
         for pod in [] if done.returncode else json.loads(done.stdout).get("items", ()):
             self._see("ADDED", pod)
 
@@ -386,7 +373,7 @@ class _Submission:
             return
         self._stopped_by, self._ends_at = number, now + self._grace_s
         log.warning("got %s, deleting %s", number.name, self._what)
-        done = _ask([*self._kubectl, "delete", "--ignore-not-found", "--wait=false", "-f", "-"], self._manifest)
+        done = ask(*self._kubectl, "delete", "--ignore-not-found", "--wait=false", "-f", "-", text=self._manifest)
         if done.returncode:
             log.error("cannot delete it: %s", done.stderr.strip().rpartition("\n")[2])
             self._ends_at = 0.0

@@ -78,7 +78,7 @@ from holdfast.hosts.host_agent import AgentOrder, Batch, HostAgent
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.job_coordinator import JobCoordinator, rdzv_conf
 from holdfast.log import Logger
-from holdfast.option import Options, optional, value
+from holdfast.option import Options, optional, texts, value
 from holdfast.rendezvous.membership import keys
 
 logger = Logger(__name__)
@@ -124,6 +124,8 @@ class RayOptions(Options):
     gpus_per_node = optional("--gpus-per-node N", OWN, _amount, help=
         "how many GPUs each agent takes of Ray (default: all of the node)")
     cpus_per_node = value("--cpus-per-node N", OWN, _amount, "0", help="how many CPUs each agent takes of Ray")
+    exclude = optional("--exclude NODE,...", OWN, texts, joined_by=",", help=
+        "nodes, by name or address, that get no agent, such as those that an earlier run has named")
     runtime_env_json = optional("--runtime-env-json JSON", OWN, _runtime_env, help=
         "Ray's runtime environment of the agents, as in `ray job submit`")
     # fmt: on
@@ -343,7 +345,9 @@ class _Run:
                 continue
             self._addresses[node_id] = each["NodeManagerAddress"]
             self._resources[node_id] = each["Resources"].get("GPU", 0.0)
-            hosts.append(Host(node_id, self._name_of(node_id, each), self._lacking(each["Resources"])))
+            name = self._name_of(node_id, each)
+            if not {name, each["NodeManagerAddress"]} & {*(self._settings.exclude or ())}:
+                hosts.append(Host(node_id, name, self._lacking(each["Resources"])))
         return HostsSeen(tuple(sorted(hosts, key=lambda host: host.name)))  # Ray has no order of its own.
 
     def _name_of(self, node_id: str, node: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from holdfast import escape, loop, signals, stdio
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import frozen
 from holdfast.hosts.console import EngineConsole
-from holdfast.hosts.engines import OWN, Engine
+from holdfast.hosts.engines import OWN, Engine, ask
 from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
 from holdfast.hosts.own_lines import PREFIX_VARIABLE, prefix_template
 from holdfast.log import Logger
@@ -42,7 +42,6 @@ from holdfast.process.spawner.client import SUCCESS_FILE_VARIABLE
 log = Logger(__name__)
 
 _LOOK_AGAIN_S = 0.3  # At the output file, which another host writes: no event says that it has grown.
-_ANSWER_TIMEOUT_S = 60.0
 _ASK_AGAIN_S = 5.0  # How the job stands.
 _LAST_AGENTS_S = 60  # How long the other agents may go on when the first one has ended.
 _LAST_ANSWER_S = 5.0  # How long sbatch may still take to submit the job after a signal.
@@ -273,7 +272,7 @@ class _SlurmJob:
         answer."""
         *where, number = self.words
         try:
-            done = _ask("scontrol", *where, "show", "job", number)
+            done = ask("scontrol", *where, "show", "job", number)
         except HostError:
             return None
         if done.returncode:
@@ -430,7 +429,7 @@ class _Submission:
         if not new:
             return
         *where, number = self._job.words
-        done = _ask("scontrol", *where, "update", f"JobId={number}", f"ExcNodeList={','.join([*listed, *new])}")
+        done = ask("scontrol", *where, "update", f"JobId={number}", f"ExcNodeList={','.join([*listed, *new])}")
         if done.returncode:
             log.warning("cannot exclude %s: %s", ", ".join(new), done.stderr.strip().rpartition("\n")[2])
         else:
@@ -446,7 +445,7 @@ class _Submission:
         if not is_first:
             return True
         log.warning("got %s, cancelling Slurm job %s", number.name, self._job)
-        done = _ask("scancel", *self._job.words)
+        done = ask("scancel", *self._job.words)
         if done.returncode:
             log.error("cannot cancel it: %s", done.stderr.strip().rpartition("\n")[2])
         return bool(done.returncode)
@@ -466,15 +465,3 @@ class _Submission:
             return int(code)
         is_stopped = state in ("CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE")
         return 128 + (int(number) or signal.SIGTERM) if is_stopped else 1
-
-
-def _ask(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm that answers at once."""
-    try:
-        return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_TIMEOUT_S, **_TEXT
-        )
-    except subprocess.TimeoutExpired:
-        raise HostError(f"{command[0]} has not answered within {_ANSWER_TIMEOUT_S:g} s") from None
-    except OSError as error:
-        raise HostError(f"cannot start {command[0]}: {error.strerror}") from None

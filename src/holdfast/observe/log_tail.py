@@ -28,7 +28,8 @@ _Attempt = Annotated[int, Meta(ge=0, lt=1 << 31)]
 @frozen
 class LogPiece:
     """As an agent answers. It begins at byte `begin`, the next one begins at `offset`; `size` is that of the file.
-    `file` tells it from another file of that name. `is_over`: the worker writes no more."""
+    `file` tells it from another file of that name. `is_over`: the worker writes no more. `is_awaited`: the agent has
+    the follower's newest question for the last words, and will answer it when the worker ends."""
 
     text: str = ""
     offset: Count = 0
@@ -38,6 +39,7 @@ class LogPiece:
     attempt: _Attempt | None = None
     is_over: bool = False
     begin: Count | None = None
+    is_awaited: bool = True
 
 
 @frozen

@@ -120,7 +120,7 @@ def create_rdzv_handler(params: RendezvousParameters) -> api.RendezvousHandler:
 
     rows = settings.rows_of("static")
     rank = _check_rank(params, rows["rank"].read(params.config))
-    master = RendezvousStoreInfo(*_master(params))
+    master = RendezvousStoreInfo(*master_of(params))
     if rows["coordinator_port"].read(params.config) != "off" and params.max_nodes > 1:
         from holdfast.rendezvous import handler
 
@@ -135,7 +135,7 @@ def coordinator_address(params: RendezvousParameters) -> tuple[str, int]:
     """Where the nodes of a static run meet."""
     from holdfast.rendezvous import settings
 
-    host, master_port = _master(params)
+    host, master_port = master_of(params)
     port = settings.rows_of("static")["coordinator_port"].read(params.config)
     if port == "off":
         raise UserError("coordinator_port=off: this static run has no coordinator")
@@ -165,7 +165,7 @@ def _check_rank(params: RendezvousParameters, rank: int | None) -> int:
     return rank
 
 
-def _master(params: RendezvousParameters) -> tuple[str, int]:
+def master_of(params: RendezvousParameters) -> tuple[str, int]:
     endpoint = (params.endpoint or "").strip()
     if not endpoint:
         raise UserError(f"backend {params.backend!r} needs an endpoint host:port, but it is empty")

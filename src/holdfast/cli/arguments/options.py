@@ -166,6 +166,8 @@ class RunArguments(Options):
     host_discovery = optional("--host-discovery COMMAND", HOSTS, str, in_full=True, help=
         "A command that prints the hosts as a hostfile has them. It is asked again every 5 seconds: new hosts join "
         "while --nnodes MIN:MAX has room, and those that are missing leave.")
+    exclude = optional("--exclude HOST,...", HOSTS, texts, in_full=True, joined_by=",", help=
+        "Leave these hosts out of the list, such as those that an earlier run has named.")
     rejoin_hosts = flag("--rejoin-hosts", HOSTS, in_full=True, help=
         "Connect again to a host that was lost, later each time, and let it join the run again; three times at most.")
     detach = flag("--detach", HOSTS, in_full=True, in_environment=False, help=

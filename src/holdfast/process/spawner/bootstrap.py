@@ -2,7 +2,7 @@
 
     python [flags] bootstrap.py script args... | -m module args... | -c code args... | --holdfast-function
 
-It is run by its path, or as byte code from a file in memory, under any CPython from 3.8 on, so it uses only the
+It is run by its path, or as byte code from a file in memory, under any CPython from 3.10 on, so it uses only the
 standard library and nothing of holdfast. It delays the start of every worker, so it is short and imports late. Even
 `from __future__` would load a module, which is why annotations are quoted.
 
@@ -175,11 +175,9 @@ class Evidence:
     def __exit__(self, kind: object, exc: "BaseException | None", tb: "TracebackType | None") -> None:
         try:
             if exc is not None:
-                # From 3.11 on, what leaves a `with` has the traceback that hangs on it, and no frame is added.
+                # What leaves a `with` has the traceback that hangs on it, and no frame is added.
                 BaseException.with_traceback(exc, users_part(tb))
                 self.record(exc)
-                if sys.version_info < (3, 11) or sys.implementation.name != "cpython":
-                    run_beside("rarely")["hide_frames_from_hook"](users_part)
             if self.main_names.get("__spec__"):
                 # The interpreter deletes these names after a script, which it believes this to be; a module keeps them.
                 names = {name: self.main_names.get(name) for name in ("__file__", "__cached__")}
@@ -273,13 +271,16 @@ class JaxWatch:
 
 
 def prepare(evidence: Evidence) -> "Program":
+    if sys.argv[0].startswith("/proc/self/fd/"):
+        # The spawner has held interrupts back until here, from where on an exception loses our frames on its way out.
+        _signal = sys.modules["_signal"]
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGINT,))
     payload_fd = take_fd("HOLDFAST_PAYLOAD")
     peers_fds = [take_fd(name) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")]
     mode, rest = enter_path()
     if mode == "--holdfast-function":
         return lambda: sys.exit(run_function(lambda: load_call(payload_fd), evidence.fd, Peers(*peers_fds)))
-    if hasattr(sys, "orig_argv"):
-        del sys.orig_argv[-len(sys.argv)]
+    del sys.orig_argv[-len(sys.argv)]
     if mode == "-m":
         return prepare_module(rest)
     if mode == "-c":
@@ -325,13 +326,14 @@ def prepare_script(script: str, rest: "list[str]", evidence: Evidence) -> "Progr
     loader = importing.SourcelessFileLoader if is_compiled else importing.SourceFileLoader
     reset_main(loader("__main__", path), path)
     if is_compiled:
-        code = run_beside("rarely")["compiled_code"](content, importing.MAGIC_NUMBER)
-        return partial(exec, code, evidence.main_names)
+        if content[:4] != importing.MAGIC_NUMBER:
+            raise RuntimeError("Bad magic number in .pyc file")
+        return partial(exec, library("marshal").loads(content[16:]), evidence.main_names)
     try:
         code = quickly_compiled(content, path) or compile(content, path, "exec", dont_inherit=True)
         return partial(exec, code, evidence.main_names)
     except (SyntaxError, ValueError) as error:
-        if sys.version_info >= (3, 10) and is_oddly_encoded(content) and os.path.isfile(path):
+        if is_oddly_encoded(content) and os.path.isfile(path):
             evidence.record(error)  # Without the bootstrap: `compile` and the interpreter differ about encodings.
             try:
                 os.execv(sys.executable, sys.orig_argv)
@@ -378,7 +380,7 @@ def is_oddly_encoded(content: bytes) -> bool:
 def absolute(path: str) -> str:
     """Like the interpreter, which keeps `./` and `../`."""
     try:
-        return path if path[:1] == "/" or sys.version_info < (3, 9) else f"{os.getcwd()}/{path}"
+        return path if path[:1] == "/" else f"{os.getcwd()}/{path}"
     except OSError:
         return path
 
@@ -390,9 +392,7 @@ def read_script(path: str, evidence: Evidence) -> bytes:
         with io.open_code(path) as file:
             return file.read()
     except OSError as error:
-        name = repr(path) if sys.version_info >= (3, 10) else f"'{path}'"
-        program = getattr(sys, "orig_argv", [sys.executable])[0]
-        message = f"{program}: can't open file {name}: [Errno {error.errno}] {error.strerror}"
+        message = f"{sys.orig_argv[0]}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}"
         evidence.record(SystemExit(message))
         print_error(message)
     raise SystemExit(2)

@@ -41,8 +41,6 @@ SUCCESS_FILE_VARIABLE = "HOLDFAST_SUCCESS_FILE"  # An agent makes that file when
 OF_ENGINES = (REPORT_FILE_VARIABLE, BRIEF_VARIABLE, SUCCESS_FILE_VARIABLE)
 # What is the agent's alone. Neither spawner nor worker gets these.
 SECRETS = (b"HOLDFAST_TOKEN", b"HOLDFAST_ETCD_PASSWORD", *map(str.encode, OF_ENGINES))
-# As a rule these say in which file the token is, which the program may use, too.
-_SECRETS_OR_PATHS = (b"KUBEFLOW_TRAINER_SERVER_TOKEN", b"KUBEFLOW_TRAINER_STATUS_TOKEN")
 
 # How long the spawner may be stopped. A scheduler that suspends a job stops the agent within this time, too.
 _STANDSTILL_S = 1.0
@@ -442,11 +440,7 @@ def _attached(modules: tuple[str, ...], *, is_early: bool = False) -> tuple[Spaw
 
 def _environment() -> dict[bytes, bytes]:
     inherited = adoption.without_adoption(os.environb)
-    return {name: value for name, value in inherited.items() if not _is_secret(name, value)}
-
-
-def _is_secret(name: bytes, value: bytes) -> bool:
-    return name in SECRETS or (name in _SECRETS_OR_PATHS and not value.startswith(b"/"))
+    return {name: value for name, value in inherited.items() if name not in SECRETS}
 
 
 def _ignored_signals() -> tuple[int, ...]:

@@ -47,6 +47,8 @@ def take_streams(fds: dict[str, int]) -> None:
 
 def execute(argv: list[bytes], environment: dict[bytes, bytes], fds: dict[str, int], ignored: tuple[int, ...]) -> None:
     if BYTECODE in fds:
+        # Until the bootstrap is ready for it: an interrupt would show lines of ours in a traceback.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         fd = fds.pop(BYTECODE)
         os.set_inheritable(fd, True)
         argv[argv.index(BYTECODE.encode())] = b"/proc/self/fd/%d" % fd
@@ -63,16 +65,19 @@ def call(
     """Call a function that this process holds."""
     from holdfast.process.spawner import bootstrap
 
+    def load() -> Call:
+        if signal.SIGINT not in ignored:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler if callable(handler) else int(handler))
+        return call
+
     _reset_signals(ignored)
-    if signal.SIGINT not in ignored:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, handler in handlers.items():
-        if handler is not None:
-            signal.signal(number, handler if callable(handler) else int(handler))
     os.environb.clear()
     os.environb.update(environment)
     peers = bootstrap.Peers(*(fds.get(name, -1) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")))
-    finish(bootstrap.run_function(lambda: call, fds["HOLDFAST_BLACKBOX"], peers))
+    finish(bootstrap.run_function(load, fds["HOLDFAST_BLACKBOX"], peers))
 
 
 def _reset_signals(ignored: tuple[int, ...], also: tuple[int, ...] = ()) -> None:

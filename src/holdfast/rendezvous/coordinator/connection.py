@@ -37,6 +37,7 @@ _HANDSHAKE_TIMEOUT_S = 10.0
 _GOODBYE_TIMEOUT_S = 5.0
 _SLICE_S, _SHORT_SLICE_S = 0.002, 0.0001
 _RUN_ID_LIMIT = 1024
+_LONGEST_PROBLEM = 900  # In the log.
 _TOO_MANY = "this coordinator has too many connections"
 _TLS_HELLO = b"\x16\x03"
 # asyncio asks for 256 KiB each time that it reads. The C library maps and unmaps pages for as much as that, which takes
@@ -224,7 +225,7 @@ class Connection(asyncio.Protocol):
         own = endpoint_text(host.removeprefix("::ffff:"), port)  # An IPv4 address of a socket for both.
         if hello.endpoint not in ("", own):
             seen = f"dialled {hello.endpoint} and arrived at {own}: there is a relay or address translation between"
-            self._server.complaints.add(self.peer, seen, self._loop.time())
+            self._complain(seen)
         if token is not None:
             nonces, key = (self._nonce, hello.nonce), keys.run_token(token, hello.run_id)
             self._frames.seal(*keys.connection_keys(key, nonces, hello.run_id, hello.endpoint))
@@ -271,14 +272,17 @@ class Connection(asyncio.Protocol):
         """For the log."""
         return f"{shown(self.key or self.node_id)} at {self.peer}"
 
+    def _complain(self, problem: str) -> None:
+        self._server.complaints.say(f"{self.peer} {shown(problem, _LONGEST_PROBLEM)}")
+
     def refuse(self, problem: str) -> None:
         if not self._is_closing:
             if problem:
-                self._server.complaints.add(self.peer, problem, self._loop.time())
+                self._complain(problem)
             self.close()
 
     def cut_off(self, problem: str) -> None:
-        self._server.complaints.add(self.peer, f"{problem}, and is cut off", self._loop.time())
+        self._complain(f"{problem}, and is cut off")
         self.abort()
 
     def close(self) -> None:

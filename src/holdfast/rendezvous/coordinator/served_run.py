@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from holdfast.rendezvous.coordinator.kv_store import Answers, KeyValues
-from holdfast.rendezvous.coordinator.log import RunLog, shown
+from holdfast.rendezvous.coordinator.log import RationedLog, run_prefix, shown
 from holdfast.rendezvous.coordinator.pump import Pump, Storage
 from holdfast.rendezvous.coordinator.queries import Queries
 from holdfast.rendezvous.membership import frames, model, protocol, run_status
@@ -80,7 +80,9 @@ class ServedRun:
         )
         self._store = KeyValues(os.urandom(8), owner.limits)
         self._store_timer = Timer(self._expire)
-        self._lines = RunLog(run_id, owner.limits, self._clock, self._loop.call_soon)
+        rate = (owner.limits.lines_a_second, owner.limits.lines_at_once)
+        # Thousands of nodes that join at once must not use up the lines about the run.
+        self._lines, self._node_lines = (RationedLog(run_prefix(run_id), *rate, self._clock) for _ in range(2))
         self._queries = Queries(self, owner.limits, self._clock, has_token=owner.token is not None)
         self._connections: dict[int, Connection] = {}
         self._timer.set(self.machine.next_deadline())
@@ -173,7 +175,7 @@ class ServedRun:
     def close(self, conn: int, reason: str) -> None:
         connection = self._connections.get(conn)
         if connection is not None and reason and connection.is_member:
-            self._lines.say(f"{connection.name} {shown(reason, _LONGEST_REASON)}")
+            self._node_lines.say(f"{connection.name} {shown(reason, _LONGEST_REASON)}")
             connection.close()
         elif connection is not None:
             connection.refuse(f"({shown(connection.node_id)}) {reason}" if reason else "")
@@ -187,7 +189,6 @@ class ServedRun:
     def end(self) -> None:
         """Nothing is done for the run any more."""
         self._pump.close()
-        self._lines.flush()
         self._timer.cancel()
         self._store_timer.cancel()
         for connection in [*self._connections.values()]:
@@ -206,11 +207,15 @@ class ServedRun:
                 connection = self._connections[conn]
                 if not connection.is_member and self._settle(connection):
                     connection.key = message.facts.key
-                    self._lines.say_of(connection.name, "joined" if isinstance(message, protocol.Join) else "returned")
+                    self._node_lines.say(
+                        f"{connection.name} {'joined' if isinstance(message, protocol.Join) else 'returned'}"
+                    )
             case Received(conn, protocol.Left() | protocol.Leaving() as message):
                 connection = self._connections[conn]
                 if connection.is_member:
-                    self._lines.say_of(connection.name, "left" if isinstance(message, protocol.Left) else "is leaving")
+                    self._node_lines.say(
+                        f"{connection.name} {'left' if isinstance(message, protocol.Left) else 'is leaving'}"
+                    )
         outcome = self.membership.outcome
         for command in self.machine.decided:
             match command:

@@ -25,7 +25,7 @@ from holdfast.log import Logger
 from holdfast.rendezvous.coordinator.connection import Connection
 from holdfast.rendezvous.coordinator.launch import PortTaken
 from holdfast.rendezvous.coordinator.limits import Limits
-from holdfast.rendezvous.coordinator.log import Complaints, shown
+from holdfast.rendezvous.coordinator.log import RationedLog, shown
 from holdfast.rendezvous.coordinator.served_run import RunStorage, ServedRun
 from holdfast.rendezvous.coordinator.strangers import Strangers
 from holdfast.rendezvous.membership import model
@@ -38,6 +38,7 @@ _SWEEP_EVERY_S = 15.0
 _GOODBYE_S = 2.0
 _BACKLOG = 4096
 _ACCEPTED_IN_A_TURN = 16  # So that connections which are there are served, and strangers are cut off, in time.
+_COMPLAINTS = (0.25, 30)  # About strangers and limits: lines a second, and at once.
 _ANOTHER_RUN = "this endpoint serves another run; choose another port"
 
 
@@ -69,7 +70,7 @@ class Coordinator:
         self.clock = time.monotonic  # That of the loop, without a detour.
         self.connections: dict[int, Connection] = {}
         self.strangers = Strangers(self.limits, has_tls=tls is not None)
-        self.complaints = Complaints(logger.info)
+        self.complaints = RationedLog("", *_COMPLAINTS, self.clock)
         self.run: ServedRun | None = None
         self._visitor_count = 0
         self.has_failed = False
