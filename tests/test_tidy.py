@@ -24,6 +24,7 @@ _BASE = {
     "log",
     "log_lines",
     "loop",
+    "notice_board",
     "option",
     "procfs",
     "progress_board",
@@ -52,6 +53,7 @@ LAYERS = {
     "signals": {"errors"},
     "stdio": {"escape", "text"},
     "log": {"log_lines"},
+    "notice_board": {"frozen"},
     "option": {"frozen"},
     "log_lines": {"escape", "stdio"},
     **{
@@ -71,14 +73,14 @@ LAYERS = {
         )
     },
     # The package itself resolves names for its users, and the entry point starts the command line.
-    "__init__": {"lazy", "launcher", "process", "progress_board", "signals", "snapshots"},
+    "__init__": {"lazy", "launcher", "notice_board", "process", "progress_board", "signals", "snapshots"},
     "__main__": {"cli", "process", "signals"},
 }
 
 # Modules that decide and do nothing else: they import data modules and each other.
 _PURE = {
     "": "errors escape frozen option text wire_types",
-    "agent": "environment lifecycle ranks",
+    "agent": "environment lifecycle notice_plan ranks",
     "failures": "cause records report verdict",
     "hangs": "compare policy",
     "hosts": "agent_fleet engine_detection host_lines job kubernetes_manifest own_lines",
@@ -91,8 +93,8 @@ _PURE = {
     "rendezvous/client": "reachability",
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
-    "rendezvous/membership": "agreed_steps finished formation frames keys losses model node node_lease nodes phases "
-    "protocol restart_policy round run run_status snapshot_records snapshots",
+    "rendezvous/membership": "agreed_steps finished formation frames invariants keys losses model node node_lease "
+    "nodes notice_records notices phases protocol restart_policy round run run_status snapshot_records snapshots",
     "snapshots": "frames layout messages slots",
     "telemetry": "history redaction status stragglers",
 }

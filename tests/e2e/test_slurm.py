@@ -392,8 +392,8 @@ def test_the_example_goes_on_in_the_queue_when_its_time_is_over(slurm: Slurm) ->
     assert list(slurm.holdfast.directory.glob(".holdfast-*")) == []
 
 
-@promise("""engines.slurm-notice: With `--notice 120` all workers of a submitted job are told two minutes before the time
-    limit that the run goes away; the job then ends with exit code 95.""")
+@promise("""engines.slurm-notice: With `--notice 120` all workers of a submitted job are told two minutes before the
+    time limit that the run goes away; the job then ends with exit code 95.""")
 def test_a_submitted_job_hears_of_its_time_limit(slurm: Slurm) -> None:
     submitted = slurm.submit("save once", "--notice=600", "--time=10")  # Slurm looks about once a minute, at first now.
     submitted.process.wait(150)

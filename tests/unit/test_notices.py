@@ -202,8 +202,8 @@ def test_a_machine_that_goes_early_is_not_lost() -> None:
     assert run_status("x", story.run, 41.0).history.restarts["node lost"] == 0
 
 
-@promise("""notice.too-few-ends-95: If the nodes that stay are fewer than `--nnodes` needs, the run ends on all nodes with
-    exit code 95.""")
+@promise("""notice.too-few-ends-95: If the nodes that stay are fewer than `--nnodes` needs, the run ends on all nodes
+    with exit code 95.""")
 def test_too_few_stay() -> None:
     story = Story(PAIR)
     story.step(notice("b"), 10.0)
@@ -246,8 +246,8 @@ def test_a_whole_run_whose_nodes_all_leave_at_once_has_ended() -> None:
     assert (outcome.is_notice, outcome.reason) == (True, "the whole run goes away: spot")
 
 
-@promise("""notice.no-place-in-new-round: A node that is to go gets no place in a new round; after a failure the run goes
-    on without it.""")
+@promise("""notice.no-place-in-new-round: A node that is to go gets no place in a new round; after a failure the run
+    goes on without it.""")
 def test_a_node_that_goes_gets_no_place() -> None:
     story = Story(settings(1, 2, max_restarts=1))
     story.step(notice("b"), 10.0)
@@ -269,8 +269,8 @@ def test_a_newcomer_under_notice_does_not_stop_a_round() -> None:
 # Workers that have saved their state.
 
 
-@promise("""notice.agreed-95: While a notice stands, a worker that exits with 95 has saved its state. When the workers of
-    all nodes have ended, the next round begins without the nodes that go; nothing is charged.""")
+@promise("""notice.agreed-95: While a notice stands, a worker that exits with 95 has saved its state. When the workers
+    of all nodes have ended, the next round begins without the nodes that go; nothing is charged.""")
 def test_all_nodes_agree() -> None:
     story = Story()
     story.step(notice("b"), 10.0)

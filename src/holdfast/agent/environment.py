@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from string import Template
 from typing import Any
 
-from holdfast import notice_board
 from holdfast.agent.model import TORCHELASTIC_TIMER_FILE, Worker, WorkerGroup
 from holdfast.errors import InternalError, UserError
 
@@ -54,7 +53,7 @@ def worker_environments(
     if free_port:
         common["HOLDFAST_FREE_PORT"] = str(free_port)
     if notice_path:
-        common[notice_board.VARIABLE] = notice_path
+        common["HOLDFAST_NOTICE_FILE"] = notice_path
     if timer_path:
         common[TORCHELASTIC_TIMER_FILE] = timer_path
     # Workers would inherit these anyway; they are repeated for agents that start workers elsewhere.

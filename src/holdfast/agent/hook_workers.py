@@ -23,10 +23,6 @@ _NOT_HOOKED = (
     "snapshots",
     "snapshot_order",
     "when_gone",
-    "send_to_leaders",
-    "set_notice_path",
-    "await_agreement",
-    "has_agreed",
 )  # fmt: skip
 
 

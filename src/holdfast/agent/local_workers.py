@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast import log, notice_board, procfs, signals, text
+from holdfast import log, procfs, signals, text
 from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
@@ -93,7 +93,6 @@ class LocalWorkers(Workers):
         self._held_lease: Lease | None = None
         self._shm_before: frozenset[tuple[int, int]] = frozenset()
         self._cleaning: Cleaning | None = None
-        self._notice_path, self._is_agreement_wanted = "", False
 
     # Starting.
 
@@ -173,7 +172,7 @@ class LocalWorkers(Workers):
             use_agent_store=self._place.has_store or getattr(group.spec.rdzv_handler, "use_agent_store", False),
             free_port=self._place.free_port,
             timer_path=self._start_timer_server(),
-            notice_path=self._notice_path,
+            notice_path=self.notice_path,
         )
         self._prepare_watches(envs)
         template = self._spec.log_line_prefix_template
@@ -185,10 +184,9 @@ class LocalWorkers(Workers):
             from holdfast.process.workers import shared_memory
 
             self._shm_before = shared_memory.present()
-        seen = {"watch": self._hangs.output if self._hangs is not None else None, "copied": self.copied}
+        seen = {"watch": self._hangs and self._hangs.output, "copied": self.copied, "agreed_code": self.agreed_code}
         store_fd = self._run.listen_at_master() if self._place.serves_store and self._run is not None else None
         self.context = new_group(self._spec, args, envs, prefixes, link=link, lease=lease, store_fd=store_fd, **seen)
-        self.context.agreed_code = notice_board.AGREED if self._is_agreement_wanted else None
         self.context.begin_start()
         log.prepare()  # While they start: the line about the start should come before their first output.
 
@@ -476,29 +474,6 @@ class LocalWorkers(Workers):
         for leader in self.context.running().values() if self.context is not None else ():
             for pid in (leader, *procfs.descendants_of(leader)):
                 procfs.kill(pid, number)
-
-    def send_to_leaders(self, number: signal.Signals, *, is_optional: bool = False) -> bool:
-        running = self.context.running() if self.context is not None else {}
-        deadly = [rank for rank, pid in running.items() if is_optional and procfs.is_deadly(pid, number)]
-        for rank, pid in running.items():
-            if rank not in deadly:
-                procfs.kill(pid, number)
-        if deadly:
-            ranks = ", ".join(map(str, sorted(self._by_global_rank(dict.fromkeys(deadly)))))
-            logger.warning("rank %s has no handler for %s, which would kill it, and is not sent it", ranks, number.name)
-        return bool(running)
-
-    def set_notice_path(self, path: str) -> None:
-        self._notice_path = path
-
-    def await_agreement(self, is_wanted: bool) -> None:
-        """What workers of this life have done because of a notice stays right when it is withdrawn."""
-        self._is_agreement_wanted = is_wanted
-        if is_wanted and self.context is not None:
-            self.context.agreed_code = notice_board.AGREED
-
-    def has_agreed(self) -> bool:
-        return self.context is not None and self.context.has_agreed()
 
     def unkillable(self) -> tuple[int, ...]:
         return tuple(pid for pid, _ in self.context.survivors) if self.context is not None else ()

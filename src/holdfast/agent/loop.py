@@ -138,7 +138,7 @@ class AgentLoop:
         number, why = error.sigval, f"got {error.sigval.name}"
         if isinstance(error, NodeWentAway):
             self._grace_s, why = self._notice.plan.grace_s, f"this node goes away, as was announced ({error})"
-        stop = sinks.stop_words(self._machine.phase, number, self._grace_s) if not self._workers.has_agreed() else ""
+        stop = sinks.stop_words(self._machine.phase, number, self._grace_s) if not self._notice.has_agreed() else ""
         logger.warning("%s%s", why, stop)
         self._run.leaving()
         self._workers.when_gone(self._say_left)
@@ -212,7 +212,7 @@ class AgentLoop:
             case WorkerState.HEALTHY:
                 return []
             case WorkerState.SUCCEEDED:
-                self._result, has_agreed = result, self._workers.has_agreed()
+                self._result, has_agreed = result, self._notice.has_agreed()
                 if has_agreed and not self._run.shares_notices:
                     self._notice.leave()
                 return [lifecycle.WorkersSucceeded(self._machine.round, has_agreed)]

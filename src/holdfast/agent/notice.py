@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from holdfast import notice_board, signals
+from holdfast import notice_board, procfs, signals
 from holdfast.agent.notice_plan import NoticePlan
 from holdfast.errors import UserError
 from holdfast.frozen import frozen
@@ -105,7 +105,7 @@ class NodeNotice:
         self.plan = NoticePlan(grace_s)
         directory = os.environ.get("TMPDIR") or "/tmp"
         self._path = f"{os.path.abspath(directory)}/holdfast-notice-{os.getpid()}-{os.urandom(8).hex()}.json"
-        processes.set_notice_path(self._path)
+        processes.notice_path = self._path
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
@@ -129,7 +129,7 @@ class NodeNotice:
         if (number := box.take_notice()) is not None:
             self._run.give_notice(NoticeRequest(self._settings.time_s, number.name))
         for number in box.take_passed():
-            if not self._processes.send_to_leaders(number):
+            if not self._send(number):
                 logger.warning("got %s, and there is no worker to pass it on to", number.name)
 
     def hear(self, going: GoingAway) -> None:
@@ -140,10 +140,10 @@ class NodeNotice:
         line = words(going, self.plan) if self.plan.is_standing else "notice: no node goes away any more"
         if self.plan.is_standing or was_standing:
             logger.warning("%s", line)
-        self._processes.await_agreement(self.plan.is_standing)
+        self._await_agreement()
         self._write_file()
         if self._settings.worker_signal is not None and self.plan.is_standing:
-            self._processes.send_to_leaders(self._settings.worker_signal, is_optional=True)
+            self._send(self._settings.worker_signal, is_optional=True)
         for sink in self._told:
             sink.notice(going)
 
@@ -155,6 +155,31 @@ class NodeNotice:
     def leave(self) -> None:
         """The workers have ended, and no coordinator decides for all nodes what follows."""
         raise NodeWentAway(self._reason)
+
+    def has_agreed(self) -> bool:
+        """Whether a worker has ended because of a notice."""
+        context = self._processes.context
+        codes = [code for code, _, _ in context.ends().values()] if context is not None else []
+        return context is not None and context.agreed_code in codes
+
+    def _await_agreement(self) -> None:
+        """What workers that run have done because of a notice stays right when it is withdrawn."""
+        self._processes.agreed_code = notice_board.AGREED if self.plan.is_standing else None
+        if self.plan.is_standing and self._processes.context is not None:
+            self._processes.context.agreed_code = notice_board.AGREED
+
+    def _send(self, number: signal.Signals, *, is_optional: bool = False) -> bool:
+        """To the workers alone; `is_optional`: to those that it would not kill. False if there is no worker."""
+        context = self._processes.context
+        running = context.running().values() if context is not None else ()
+        for pid in running:
+            if is_optional and procfs.is_deadly(pid, number):
+                logger.warning(
+                    "worker %d has no handler for %s, which would kill it, and does not get it", pid, number.name
+                )
+            else:
+                procfs.kill(pid, number)
+        return bool(running)
 
     @property
     def _reason(self) -> str:

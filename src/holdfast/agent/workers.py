@@ -26,7 +26,7 @@ class Workers:
     """The interface; as it stands, a group without workers. Of processes of this host more is known than of others:
     `context` is the last life of the group, `progress` what they have told of it, sampled last at `sampled_at`,
     `copied` how much they have written, `snapshots` what they have saved. `serves_store`: the workers of rank 0 come
-    with torch's store."""
+    with torch's store. Workers that are started find notices at `notice_path`, and may end with `agreed_code`."""
 
     context: PContext | None = None
     progress: GroupProgress | None = None
@@ -34,6 +34,8 @@ class Workers:
     serves_store = False
     copied: Mapping[str, Copied] = {}
     snapshots: NodeSnapshots | None = None
+    notice_path = ""
+    agreed_code: int | None = None
 
     def prepare(self, run: Coordination) -> None:
         """This node asks for a place in the next round: get ready what can be."""
@@ -76,21 +78,6 @@ class Workers:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the workers and to all processes that they have started."""
-
-    def send_to_leaders(self, number: signal.Signals, *, is_optional: bool = False) -> bool:
-        """Send a signal to the workers alone; `is_optional`: to those that would not be killed by it. False if there is
-        none."""
-        return False
-
-    def set_notice_path(self, path: str) -> None:
-        """Workers that are started from now on find notices there."""
-
-    def await_agreement(self, is_wanted: bool) -> None:
-        """A notice stands, or does not: a worker may end with the code `notice_board.AGREED`, which is no failure."""
-
-    def has_agreed(self) -> bool:
-        """Whether a worker of the last life of the group has done so."""
-        return False
 
     def unkillable(self) -> tuple[int, ...]:
         """After a stop: the pids that even SIGKILL did not end."""

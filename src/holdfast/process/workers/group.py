@@ -34,7 +34,7 @@ from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
 from holdfast.process.spawner.wire import BYTECODE, Lease, memory_file
 from holdfast.process.workers.ladder import Action, Ladder
-from holdfast.process.workers.worker import RunProcsResult, Slot
+from holdfast.process.workers.worker import RunProcsResult, Slot, global_rank
 
 if TYPE_CHECKING:
     from holdfast.process.output.lines import Copied
@@ -125,6 +125,7 @@ class PContext(abc.ABC):
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
         copied: Mapping[str, Copied] | None = None,
+        agreed_code: int | None = None,
         store_fd: int | None = None,
     ) -> None:
         if spec is None:
@@ -148,7 +149,7 @@ class PContext(abc.ABC):
         self.filtered_stderr = self.destinations.filtered_stderr
         self.logs_dir = logs_dir(self.destinations)
         self.survivors: tuple[tuple[int, str], ...] = ()
-        ranks = {rank: _global_rank(rank, env) for rank, env in envs.items()}
+        ranks = {rank: global_rank(rank, env) for rank, env in envs.items()}
         has_peers = any(env.get("GROUP_WORLD_SIZE", "1") != "1" for env in envs.values())
         labels = (log_line_prefixes or {}, host_name() if has_peers else "")
         self._outlets = Outlets(spec, self.destinations, ranks, *labels, watch, copied or {})
@@ -164,7 +165,7 @@ class PContext(abc.ABC):
         self._lost_how = ""
         self._is_swept = False
         self._is_closed = False
-        self.agreed_code: int | None = None  # An exit code that is no failure: those that end so have their reason.
+        self.agreed_code = agreed_code  # An exit code that is no failure.
 
     # Starting.
 
@@ -287,13 +288,6 @@ class PContext(abc.ABC):
         codes = [slot.exitcode for slot in self._slots.values()]
         return bool(codes) and (None not in codes or any(code for code in codes if code != self.agreed_code))
 
-    def has_agreed(self) -> bool:
-        """Whether a process has ended by itself with `agreed_code`."""
-        return any(self._is_agreed(slot) for slot in self._slots.values())
-
-    def _is_agreed(self, slot: Slot) -> bool:
-        return slot.exitcode is not None and slot.exitcode == self.agreed_code and not slot.blamed.note
-
     def blame(self, pid: int, **known: Any) -> None:
         """Whatever its end, this process counts as failed. `known` are fields of `Evidence`: a `note` that says why; or
         `hang`, for how long the group has shown no progress and where this process was found, with its `stack`, and
@@ -365,8 +359,8 @@ class PContext(abc.ABC):
                 return None
             values = {rank: slot.return_value() for rank, slot in self._slots.items()}
             # A value may be unreadable. Asked for after `close`: a worker that was stopped has not succeeded.
-            ended_badly = {rank: slot for rank, slot in self._slots.items() if not self._is_agreed(slot)}
-            stopped = {rank: self._failure(slot) for rank, slot in ended_badly.items() if slot.exitcode}
+            badly = {rank: slot for rank, slot in self._slots.items() if slot.exitcode not in (0, self.agreed_code)}
+            stopped = {rank: self._failure(slot) for rank, slot in badly.items()}
             failures = stopped or self.failures()
         return RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
 
@@ -384,7 +378,7 @@ class PContext(abc.ABC):
         }
 
     def _failed(self) -> dict[int, Slot]:
-        slots = {rank: slot for rank, slot in self._slots.items() if not self._is_agreed(slot)}
+        slots = {rank: slot for rank, slot in self._slots.items() if not slot.has_agreed(self.agreed_code)}
         if not any(slot.failed_by_itself() for slot in slots.values()):
             return {}
         return {rank: slot for rank, slot in slots.items() if slot.failed_by_itself() or slot.has_raised()}
@@ -404,7 +398,7 @@ class PContext(abc.ABC):
         # that has raised is about to end with 1.
         exitcode = int(slot.has_raised()) if slot.exitcode is None else slot.exitcode
         known = Failure(
-            rank=_global_rank(rank, self.envs[rank]), timestamp=timestamp or 0, order=slot.order, evidence=evidence
+            rank=global_rank(rank, self.envs[rank]), timestamp=timestamp or 0, order=slot.order, evidence=evidence
         )
         return ProcessFailure(rank, slot.pid, exitcode, self.error_files.get(rank, ""), known)
 
@@ -501,12 +495,6 @@ class SubprocessContext(PContext):
 def host_name() -> str:
     """Of this host, as a label. In a container the machine has another name than the container."""
     return os.environ.get("HOLDFAST_HOST_NAME") or os.uname().nodename.partition(".")[0]
-
-
-def _global_rank(local_rank: int, env: dict[str, str]) -> int:
-    """The rank in the run; a program that starts processes itself may have given none."""
-    text = env.get("RANK", "")
-    return int(text) if text.isdecimal() else local_rank
 
 
 def new_group(

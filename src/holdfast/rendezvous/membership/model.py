@@ -81,6 +81,11 @@ class Outcome:
     is_final: bool = False
     is_notice: bool = False
 
+    @property
+    def is_for_good(self) -> bool:
+        """Whether the user has ended the run: another one may not begin under its id at once."""
+        return self.end is End.CLOSED and not self.is_notice
+
     def in_brief(self) -> Outcome:
         """Without the evidence, to be written down."""
         cause = self.cause and changed(self.cause, evidence=Evidence())

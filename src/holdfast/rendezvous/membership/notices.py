@@ -3,7 +3,7 @@
 A notice changes nothing at once: all nodes are told, and the node that goes leaves when it is ready, or when its time
 comes (`agent.notice`). Its leave is announced, so it costs no restart, and neither does its loss, should its machine be
 taken early. A node that goes is not given a place in a new round. If the nodes that stay are too few for one, the run
-ends: `ends_run`.
+ends: `outcome`.
 
 A second notice for a node can bring its time forward. To move it back, the first one has to be withdrawn.
 
@@ -15,17 +15,22 @@ twice a second.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from holdfast.rendezvous.membership.formation import named
-from holdfast.rendezvous.membership.model import GoingAway, NoticeRequest
+from holdfast.rendezvous.membership.model import End, GoingAway, NoticeRequest, Outcome
 from holdfast.rendezvous.membership.nodes import Node, NodeTable
 from holdfast.rendezvous.membership.notice_records import MAX_GOING
 from holdfast.rendezvous.membership.protocol import Command, Tell
 from holdfast.text import plural
 
+if TYPE_CHECKING:
+    from holdfast.rendezvous.membership.phases import Membership
+
 _TOLD_EVERY_S = 0.5
 _MOST_GONE = 4096  # Nodes that are remembered when they are gone.
 _WHOLE_RUN = ""  # In the place of a node id.
+SAVED = "the workers have saved their state after a notice, and have ended"
 
 
 class Notices:
@@ -58,20 +63,33 @@ class Notices:
             return []
         return sorted(node.facts.node_id for node in nodes if self.is_going(node.facts.node_id))
 
-    def take_away(self, node_id: str, now: float, *, is_member: bool) -> bool:
-        """A node is gone. Whether that was announced."""
-        is_going = self.is_going(node_id)
-        if is_going and is_member:
-            self.taken.append(node_id)
-        if is_going:
-            self._change(now)
-        return is_going
+    def staying(self, nodes: Collection[Node]) -> Collection[Node]:
+        return [node for node in nodes if not self.is_going(node.facts.node_id)] if self._due else nodes
 
-    def ends_run(self, nodes: NodeTable, members: Collection[str], min_nodes: int) -> str:
-        """Why the run ends, while no round runs: announced leaves of `members` (by their keys) of the last round have
-        made the nodes that stay too few. Or nothing."""
-        if not self._due:
-            return ""
+    def waiting_count(self, nodes: NodeTable) -> int:
+        """The nodes that may get a place: those that go away get none."""
+        return len(nodes.waiting) - len(self.going(nodes[key] for key in nodes.waiting))
+
+    def take_away(self, node: Node, run: Membership) -> bool:
+        """A node is gone. Whether that was announced."""
+        if not self.is_going(node_id := node.facts.node_id):
+            return False
+        if node.key in (run.world.ranks if run.world is not None else run._past.ranks):
+            self.taken.append(node_id)
+        self._change(run._now)
+        return True
+
+    def outcome(self, run: Membership, now: float) -> Outcome | None:
+        """How the run ends while it forms a round, if announced leaves of members of the last round have made the nodes
+        that stay too few. But not before it is known which nodes are there."""
+        if not self._due or run.settings is None or run.told_round == 0:
+            return None
+        if now < run._past.others_may_run_until(run.settings, now):
+            return None
+        reason = self._ends_run(run.nodes, run._past.ranks, run.settings.min_nodes)
+        return Outcome(End.CLOSED, reason, earlier=run._past.earlier, is_notice=True) if reason else None
+
+    def _ends_run(self, nodes: NodeTable, members: Collection[str], min_nodes: int) -> str:
         if _WHOLE_RUN in self._due:
             return "the whole run goes away" + _because(self._due[_WHOLE_RUN][1])
         going = self.going(nodes.values())

@@ -43,9 +43,9 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.failures.records import HANG, Failure
-from holdfast.rendezvous.membership import model, protocol, restart_policy, snapshots
+from holdfast.rendezvous.membership import invariants, model, protocol, restart_policy, snapshots
 from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
-from holdfast.rendezvous.membership.finished import FinishedRun, Linger, finished_in
+from holdfast.rendezvous.membership.finished import SUCCESS, FinishedRun, Linger, finished_in
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.losses import Losses
 from holdfast.rendezvous.membership.model import (
@@ -61,7 +61,7 @@ from holdfast.rendezvous.membership.model import (
     World,
 )
 from holdfast.rendezvous.membership.nodes import Node, NodeTable, Refusals, rejection_of
-from holdfast.rendezvous.membership.notices import Notices
+from holdfast.rendezvous.membership.notices import SAVED, Notices
 from holdfast.rendezvous.membership.protocol import Command, Event, Expel, From, Join, Remember, Return, Tell
 from holdfast.rendezvous.membership.round import Past, Round
 from holdfast.telemetry.history import History
@@ -124,7 +124,7 @@ class Membership:
         if self.phase is Phase.ENDED:
             return self._linger.ends_at
         silent = self.nodes.most_silent()  # All leases are equally long, so the next one to end is its.
-        lease_ends = self._lease_ends(silent) if silent else None
+        lease_ends = silent.heard_at + self._agreed.lease_s if silent else None
         candidates = [self.nodes.next_drop_at(), self.nodes.next_release_at(), self._formation.report_at, lease_ends]
         candidates.append(self.notices.tell_at)
         if self._round is not None:
@@ -195,9 +195,7 @@ class Membership:
                     self._finish(self.nodes[key], has_agreed)
                 return []
             case protocol.GiveNotice(request):
-                if (node := self.nodes.get(key)) is not None:
-                    self.notices.take(request, (node.facts.node_id,), now)
-                return []
+                return self._react(protocol.NoticeRequested(request, self.nodes.ids_of(key)), now)
             case protocol.SnapshotReport(round, steps):
                 return self._saved(key, round, steps, now)
             case protocol.Leaving():
@@ -281,13 +279,10 @@ class Membership:
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
         commands: list[Command] = []
         if last is not None and self._past.may_adopt(last, self.round, self._agreed.max_nodes):
-            commands = self._adopt(last, now)
+            # Go on with a round that another coordinator sealed. Its members have a lease to come back.
+            self._begin(Round(World(last), now + self._agreed.lease_s), is_ours=False)
+            commands = self._stand_by(self.nodes.waiting_keys())
         return [*commands, Remember(self._memory(now))] if knows_more else commands
-
-    def _adopt(self, place: Place, now: float) -> list[Command]:
-        """Go on with a round that another coordinator sealed. Its members have a lease to come back."""
-        self._begin(Round(World(place), now + self._agreed.lease_s), is_ours=False)
-        return self._stand_by(self.nodes.waiting_keys())
 
     def _returned(self, back: Return, now: float) -> list[Command]:
         self.settings = self.settings or back.settings
@@ -324,8 +319,6 @@ class Membership:
         if is_of_stop or not self._is_current(key, round):
             return []
         self._present.report(key, failure)
-        if self._present.has_agreed:
-            self._present.departed.setdefault("", "workers of other nodes had ended after a notice")
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
 
     def _finish(self, node: Node, has_agreed: bool) -> None:
@@ -381,7 +374,7 @@ class Membership:
             self._has_lost_nodes = True
             within_s = self.settings.drop_timeout_s if self.nodes[key].has_hung_up else self.settings.lease_s
             commands += self._gone(key, f"is lost: its connection closed and it was not back within {within_s:g} s")
-        while (node := self.nodes.most_silent()) is not None and self._lease_ends(node) <= now:
+        while (node := self.nodes.most_silent()) is not None and node.heard_at + self.settings.lease_s <= now:
             self._has_lost_nodes, how = True, f"is lost: it was silent for {self.settings.lease_s:g} s"
             commands += [*self._gone(node.key, how), Expel(node.key, how.removeprefix("is lost: "))]
         round = self._round
@@ -392,17 +385,13 @@ class Membership:
             commands += round.expel_stuck(self.nodes, self.settings.lease_s, now)
         return commands
 
-    def _lease_ends(self, node: Node) -> float:
-        return node.heard_at + self._agreed.lease_s
-
     def _gone(self, key: str, how: str) -> list[Command]:
         """A node is out, and none of its workers can be alive. One that had announced its leave is not lost."""
         node = self.nodes.get(key)
         if node is None:
             return []
         self.nodes.remove(key)
-        members = self.world.ranks if self.world is not None else self._past.ranks
-        was_announced = self.notices.take_away(node.facts.node_id, self._now, is_member=key in members)
+        was_announced = self.notices.take_away(node, self)
         is_lost = how != "left" and node.stage is not Stage.LEAVING and not was_announced
         if is_lost:
             self._losses.lose(node.facts.host, self.round, self._now)
@@ -450,7 +439,7 @@ class Membership:
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""
-        if not self._present.is_time_to_admit(self._waiting_count(), self._agreed, now):
+        if not self._present.is_time_to_admit(self.notices.waiting_count(self.nodes), self._agreed, now):
             return []
         newcomers = [facts.node_id for facts in self._ready(now)]
         if not self._present.is_time_to_admit(len(newcomers), self._agreed, now):
@@ -460,7 +449,7 @@ class Membership:
     def _stand_by(self, keys: tuple[str, ...], *, are_new: bool = True) -> list[Command]:
         """Also so that nodes without a place know of the round, should the coordinator lose its memory. Newcomers for
         which the round is stopped at once hear of the next one."""
-        left_s = self._present.admitted_in_s(self._waiting_count(), self._agreed, self._now)
+        left_s = self._present.admitted_in_s(self.notices.waiting_count(self.nodes), self._agreed, self._now)
         is_told = keys and not (are_new and left_s == 0.0)
         return [Tell(keys, self._present.stand_by(left_s))] if is_told else []
 
@@ -476,10 +465,7 @@ class Membership:
         commands = self.notices.tell(self.nodes, now) if self.phase is not Phase.ENDED else []
         commands += self._stand_by(freed) if self.phase is Phase.RUNNING else []
         if self.phase is Phase.RUNNING and self._present.has_succeeded:
-            if self._present.has_agreed:
-                commands += self._stop("the workers have saved their state after a notice, and have ended")
-            else:
-                commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
+            commands += self._stop(SAVED) if self._present.has_agreed else self._end(SUCCESS)
         if self.phase is Phase.RUNNING:
             commands += self._maybe_admit(now)
         if self.phase is Phase.STOPPING and self._present.is_accounted_for:
@@ -517,18 +503,13 @@ class Membership:
         return [*([Remember(self._memory(now))] if must_write else []), *told]
 
     def _form(self, now: float) -> list[Command]:
-        if self.settings is None:
+        if (outcome := self.notices.outcome(self, now)) is not None:
+            return self._end(outcome)
+        if not self.nodes or self.settings is None:
             self._formation.reset()
             return []
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
-        may_end = self.told_round > 0 and now >= self._formation.held_until
-        reason = self.notices.ends_run(self.nodes, self._past.ranks, self.settings.min_nodes) if may_end else ""
-        if reason:
-            return self._end(Outcome(End.CLOSED, reason, earlier=self._past.earlier, is_notice=True))
-        if not self.nodes:
-            self._formation.reset()
-            return []
-        waiting = self._waiting_count()
+        waiting = self.notices.waiting_count(self.nodes)
         self._formation.count(waiting, self.settings, now)
         is_hopeless = waiting + len(self.nodes.held) < self.settings.min_nodes
         if is_hopeless and self._formation.has_timed_out(self.settings, now):
@@ -541,19 +522,13 @@ class Membership:
         return [Tell(self.nodes.waiting_keys(), progress)] if progress is not None and waiting else []
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        known = len(self.nodes) - self.nodes.held_beyond(now + self._agreed.last_call_s)
-        known -= len(self.notices.going(self.nodes.values()))
+        known = len(self.notices.staying(self.nodes.values())) - self.nodes.held_beyond(now + self._agreed.last_call_s)
         return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""
-        waiting = [node for node in self.nodes.waiting_in_order() if not node.is_silent(self._agreed, now)]
-        return [node.facts for node in waiting if not self.notices.is_going(node.facts.node_id)]
-
-    def _waiting_count(self) -> int:
-        """The nodes that may get a place: those that go away get none."""
-        waiting = self.nodes.waiting
-        return len(waiting) - len(self.notices.going(self.nodes[key] for key in waiting))
+        waiting = self.notices.staying(self.nodes.waiting_in_order())
+        return [node.facts for node in waiting if not node.is_silent(self._agreed, now)]
 
     def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
         members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
@@ -565,9 +540,9 @@ class Membership:
         for key in world.keys:
             self.nodes[key].stage = Stage.RUNNING
             self.nodes.waiting.discard(key)
-        told: list[Command] = [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
+        told = self.notices.known_by(world.keys, self.nodes, now)
+        told += [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
         waiting, held = self.nodes.waiting_keys(), sorted(self.nodes.held)
-        told = [*self.notices.known_by(world.keys, self.nodes, now), *told]
         return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
 
     # The end.
@@ -578,8 +553,7 @@ class Membership:
         self.outcome, keys = outcome, self.nodes.open_keys()
         size = self.world.size if self.world is not None else len(self._past.ranks)
         had_room = self.settings is not None and 0 < size < self.settings.max_nodes
-        is_for_good = outcome.end is End.CLOSED and not outcome.is_notice
-        self._linger.may_more_come = is_for_good or self._has_lost_nodes or had_room
+        self._linger.may_more_come = outcome.is_for_good or self._has_lost_nodes or had_room
         return [Remember(self._memory(self._now)), *([Tell(keys, model.Ended(outcome))] if keys else [])]
 
     def _memory(self, now: float) -> Memory:
@@ -592,14 +566,4 @@ class Membership:
 
     def check(self) -> None:
         """The invariants; tests and the simulator call this after every step."""
-        round = self._round
-        assert (self.phase in (Phase.RUNNING, Phase.STOPPING)) <= (round is not None)
-        assert (self.phase is Phase.ENDED) == (self.outcome is not None)
-        assert round is None or round.returns_until is None or round.world.missing > 0
-        self.nodes.check()
-        self.history.check(self._now)
-        if self.phase is not Phase.ENDED:
-            assert round is None or all(key in round.world.ranks and key in self.nodes for key in round.owing)
-        if self.settings and self.world:
-            assert self.settings.min_nodes <= self.world.size <= self.settings.max_nodes
-            assert self.settings.policy.window_s is not None or self.restarts_used <= self.settings.policy.max_restarts
+        invariants.check(self)

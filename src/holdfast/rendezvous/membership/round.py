@@ -98,6 +98,8 @@ class Round:
         """A second time with the evidence; the order of arrival stays. Of many, the first are kept, and the first that
         is not the consequence of another one: it is the cause, however late it comes."""
         speaks_for_itself = not failure.is_consequence and all(each.is_consequence for each in self.failures.values())
+        if self.has_agreed:
+            self.departed.setdefault("", "workers of other nodes had ended after a notice")
         if key in self.failures or len(self.failures) <= MAX_OTHER_FAILURES or speaks_for_itself:
             self.failures[key] = failure
 
