@@ -42,7 +42,10 @@ class Notices:
 
     def take(self, request: NoticeRequest, node_ids: Iterable[str], now: float) -> None:
         """A notice, its repetition or its withdrawal, for the whole run or for these nodes."""
-        for name in (_WHOLE_RUN,) if request.is_whole_run else node_ids:
+        names = (_WHOLE_RUN,) if request.is_whole_run else tuple(node_ids)
+        if not names:
+            return
+        for name in names:
             if request.left_s is None:
                 self._due.pop(name, None)
             else:
