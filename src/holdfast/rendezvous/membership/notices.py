@@ -40,11 +40,11 @@ class Notices:
         self._told_at = float("-inf")
         self.taken: list[str] = []  # Members that went away since the last round was sealed, as was announced.
 
-    def take(self, request: NoticeRequest, node_ids: Iterable[str], now: float) -> None:
-        """A notice, its repetition or its withdrawal, for the whole run or for these nodes."""
+    def take(self, request: NoticeRequest, node_ids: Iterable[str], now: float) -> list[Command]:
+        """A notice, its repetition or its withdrawal, for the whole run or for these nodes. All are told by `tell`."""
         names = (_WHOLE_RUN,) if request.is_whole_run else tuple(node_ids)
         if not names:
-            return
+            return []
         for name in names:
             if request.left_s is None:
                 self._due.pop(name, None)
@@ -52,6 +52,7 @@ class Notices:
                 at = now + request.left_s
                 self._due[name] = min(self._due.get(name, (at, request.reason)), (at, request.reason))
         self._change(now)
+        return []
 
     def _change(self, now: float) -> None:
         if self.tell_at is None:
@@ -124,6 +125,11 @@ class Notices:
                 own = (known.left_s, max(0.0, due[0] - now), False, known.nodes, known.node_count, due[1])
                 told.append(Tell((key,), GoingAway(*own)))
         return told
+
+    def seal(self, keys: Collection[str], nodes: NodeTable, now: float) -> list[Command]:
+        """A round begins with these members."""
+        self.taken.clear()
+        return self.known_by(keys, nodes, now)
 
     def known_by(self, keys: Collection[str], nodes: NodeTable, now: float) -> list[Command]:
         """For nodes that may not know what was told, or whose workers must not start with a notice that has passed."""

@@ -124,7 +124,7 @@ class Membership:
         if self.phase is Phase.ENDED:
             return self._linger.ends_at
         silent = self.nodes.most_silent()  # All leases are equally long, so the next one to end is its.
-        lease_ends = silent.heard_at + self._agreed.lease_s if silent else None
+        lease_ends = self._lease_ends(silent) if silent else None
         candidates = [self.nodes.next_drop_at(), self.nodes.next_release_at(), self._formation.report_at, lease_ends]
         candidates.append(self.notices.tell_at)
         if self._round is not None:
@@ -172,8 +172,7 @@ class Membership:
             case model.CloseRequested(reason):
                 return [] if self.phase is Phase.ENDED else self._end(Outcome(End.CLOSED, reason))
             case protocol.NoticeRequested(request, node_ids):
-                self.notices.take(request, node_ids, now)
-                return []
+                return [] if self.phase is Phase.ENDED else self.notices.take(request, node_ids, now)
             case protocol.TimePassed():
                 return self._lose_overdue(now)
         assert_never(event)
@@ -269,20 +268,21 @@ class Membership:
             return self._stop(f"{name} has left the round", departed=join.facts)
         return self._stop(join.stop.reason, is_failure=join.stop.is_failure, is_hang=join.stop.is_hang)
 
-    def _learn_the_past(
-        self, last: Place | None, heard_round: int, now: float, heard_restarts: int = 0
-    ) -> list[Command]:
+    def _learn_the_past(self, last: Place | None, heard_round: int, now: float, restarts: int = 0) -> list[Command]:
         """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost; what is
         learned is written down, so that the next coordinator knows it, too."""
-        self._budget.used = max(self._budget.used, last.restarts_used if last is not None else 0, heard_restarts)
+        self._budget.used = max(self._budget.used, last.restarts_used if last is not None else 0, restarts)
         knows_more = self._past.learn(last, heard_round > self.round)
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
         commands: list[Command] = []
         if last is not None and self._past.may_adopt(last, self.round, self._agreed.max_nodes):
-            # Go on with a round that another coordinator sealed. Its members have a lease to come back.
-            self._begin(Round(World(last), now + self._agreed.lease_s), is_ours=False)
-            commands = self._stand_by(self.nodes.waiting_keys())
+            commands = self._adopt(last, now)
         return [*commands, Remember(self._memory(now))] if knows_more else commands
+
+    def _adopt(self, place: Place, now: float) -> list[Command]:
+        """Go on with a round that another coordinator sealed. Its members have a lease to come back."""
+        self._begin(Round(World(place), now + self._agreed.lease_s), is_ours=False)
+        return self._stand_by(self.nodes.waiting_keys())
 
     def _returned(self, back: Return, now: float) -> list[Command]:
         self.settings = self.settings or back.settings
@@ -374,7 +374,7 @@ class Membership:
             self._has_lost_nodes = True
             within_s = self.settings.drop_timeout_s if self.nodes[key].has_hung_up else self.settings.lease_s
             commands += self._gone(key, f"is lost: its connection closed and it was not back within {within_s:g} s")
-        while (node := self.nodes.most_silent()) is not None and node.heard_at + self.settings.lease_s <= now:
+        while (node := self.nodes.most_silent()) is not None and self._lease_ends(node) <= now:
             self._has_lost_nodes, how = True, f"is lost: it was silent for {self.settings.lease_s:g} s"
             commands += [*self._gone(node.key, how), Expel(node.key, how.removeprefix("is lost: "))]
         round = self._round
@@ -384,6 +384,9 @@ class Membership:
         if round is not None and round.stop_by is not None and now >= round.stop_by:
             commands += round.expel_stuck(self.nodes, self.settings.lease_s, now)
         return commands
+
+    def _lease_ends(self, node: Node) -> float:
+        return node.heard_at + self._agreed.lease_s
 
     def _gone(self, key: str, how: str) -> list[Command]:
         """A node is out, and none of its workers can be alive. One that had announced its leave is not lost."""
@@ -409,7 +412,6 @@ class Membership:
         self.restarts_at_seal = round.world.template.restarts_used
         self._past.begin(round.world, is_ours=is_ours)
         self._formation = Formation(self._now)
-        self.notices.taken.clear()
         self._steps.begin(round.world.template, *self._agreed.agreed_steps)
         size = (round.world.size, round.world.template.worker_count())
         self.history = self.history.begin_round(self.round, *size, self._now, is_new=is_ours).run(self._now)
@@ -462,8 +464,7 @@ class Membership:
     def _advance(self, now: float) -> list[Command]:
         """What is due now that the event has been taken in."""
         freed = self.nodes.release(now)
-        commands = self.notices.tell(self.nodes, now) if self.phase is not Phase.ENDED else []
-        commands += self._stand_by(freed) if self.phase is Phase.RUNNING else []
+        commands = self.notices.tell(self.nodes, now) + (self._stand_by(freed) if self.phase is Phase.RUNNING else [])
         if self.phase is Phase.RUNNING and self._present.has_succeeded:
             commands += self._stop(SAVED) if self._present.has_agreed else self._end(SUCCESS)
         if self.phase is Phase.RUNNING:
@@ -513,8 +514,7 @@ class Membership:
         self._formation.count(waiting, self.settings, now)
         is_hopeless = waiting + len(self.nodes.held) < self.settings.min_nodes
         if is_hopeless and self._formation.has_timed_out(self.settings, now):
-            names, held = self.nodes.names_waiting(), [*self._losses.words(self.nodes, now).values()]
-            missing = too_few(names, held, self.settings.min_nodes, self.settings.join_timeout_s)
+            missing = too_few(self.nodes.names_waiting(), self._losses.words(self.nodes, now).values(), self.settings)
             return self._end(Outcome(End.FAILED, missing, earlier=self._past.earlier))
         if self._is_time_to_seal(waiting, now) and self._is_time_to_seal(len(ready := self._ready(now)), now):
             return self._seal(ready, now)
@@ -540,7 +540,7 @@ class Membership:
         for key in world.keys:
             self.nodes[key].stage = Stage.RUNNING
             self.nodes.waiting.discard(key)
-        told = self.notices.known_by(world.keys, self.nodes, now)
+        told = self.notices.seal(world.keys, self.nodes, now)
         told += [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
         waiting, held = self.nodes.waiting_keys(), sorted(self.nodes.held)
         return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
