@@ -73,8 +73,9 @@ def _reason(args: argparse.Namespace) -> str:
     return args.reason or f"{PROGRAM}, by {user_name()} on {os.uname().nodename}"
 
 
-def _when(args: argparse.Namespace) -> str:
-    return "stays: the notice is withdrawn" if args.withdraw else f"goes away in {duration(args.in_s)}"
+def _when(args: argparse.Namespace, count: int = 1) -> str:
+    s, es = ("s", "es") if count == 1 else ("", "")
+    return f"stay{s}: the notice is withdrawn" if args.withdraw else f"go{es} away in {duration(args.in_s)}"
 
 
 def _by_run(args: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def _by_agents(run: LocalRun, args: argparse.Namespace) -> dict[str, Any]:
     alone = not run.is_of_one_node and any(each.get("scope") != "run" for each in given.values())
     more = "; its coordinator is out of reach, so other nodes are not told yet" if alone else ""
     who = f"run {run.name}" if run.is_of_one_node else f"{', '.join(given)} of run {run.name}"
-    return {"run_id": run.name, "nodes": [*given], "text": f"{who} {_when(args)}{more}"}
+    return {"run_id": run.name, "nodes": [*given], "text": f"{who} {_when(args, len(given))}{more}"}
 
 
 def _by_coordinator(run: LocalRun | RemoteRun, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _by_coordinator(run: LocalRun | RemoteRun, names: list[str], args: argparse.
     nodes = told.get("nodes", []) if isinstance(told, dict) else []
     count = told.get("node_count", 0) if isinstance(told, dict) else 0
     who = ", ".join(map(str, nodes)) if nodes else f"run {run.name}, with {plural(count, 'node')},"
-    return {"run_id": run.name, "nodes": nodes, "text": f"{who} {_when(args)}"}
+    return {"run_id": run.name, "nodes": nodes, "text": f"{who} {_when(args, len(nodes) or 1)}"}
 
 
 def _by_http(args: argparse.Namespace) -> dict[str, Any]:

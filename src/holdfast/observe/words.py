@@ -96,7 +96,7 @@ def notice_line(view: RunView) -> str:
         return ""
     names = ", ".join(told.nodes)
     more = f" and {told.node_count - len(told.nodes)} more" if told.node_count > len(told.nodes) else ""
-    who = "the whole run" if told.is_whole_run else f"{names}{more}" or "this node"
+    who = "the whole run" if told.is_whole_run else f"{names}{more}" if names else "this node"
     verb = "goes" if told.is_whole_run or told.node_count == 1 else "go"
     why = f": {told.reason}" if told.reason else ""
     return f"{who} {verb} away in {age_text(told.left_s)}{why}"
