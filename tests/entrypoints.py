@@ -20,19 +20,6 @@ def act(outcome: str) -> str:
     return f"rank {os.environ.get('RANK', '?')}"
 
 
-def leave(how: str, value: Any = None) -> str:
-    """The ways to end a function well without returning."""
-    if how == "exit":
-        sys.exit()
-    if how == "exit 0":
-        sys.exit(0)
-    if how == "_exit":
-        os._exit(0)
-    if how == "raise SystemExit":
-        raise SystemExit
-    return "returned"
-
-
 def give(value: Any) -> Any:
     return value
 

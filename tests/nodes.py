@@ -151,10 +151,12 @@ def _read_life(path: Path) -> Life | None:
         return None
     told = {name: value for name, value in notes[0].items() if name.isupper()}
     events = tuple(note["event"] for note in notes if note["event"] != "alive")
-    numbers = [int(told[name]) for name in ("HOLDFAST_ROUND", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")]
+    names = ("HOLDFAST_ROUND", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    round, rank, world_size, restarts = (int(told[name]) for name in names)
     master = f"{told['MASTER_ADDR']}:{told['MASTER_PORT']}"
     return Life(
-        notes[0]["pid"], told, notes[0]["at"], notes[-1]["at"], events, *numbers, master, told["TEST_NODE"]
+        notes[0]["pid"], told, notes[0]["at"], notes[-1]["at"], events, round, rank, world_size, restarts, master,
+        told["TEST_NODE"],
     )  # fmt: skip
 
 
@@ -266,9 +268,9 @@ class Scene:
                     return lives
             return None
 
-        return self._await(find, f"a world of {size} after round {after}", deadline_s)
+        return self.wait_for(find, f"a world of {size} after round {after}", deadline_s)
 
-    def _await(self, condition: Callable[[], T | None], what: str, deadline_s: float = DEADLINE_S) -> T:
+    def wait_for(self, condition: Callable[[], T | None], what: str, deadline_s: float = DEADLINE_S) -> T:
         return support.wait_until(condition, what, deadline_s, lambda: self)
 
     def _nobody_failed_itself(self) -> None:
@@ -307,12 +309,12 @@ class Scene:
             pid = self.coordinator()
             return pid if pid != other_than else None
 
-        return self._await(find, "a coordinator")
+        return self.wait_for(find, "a coordinator")
 
     # What etcd has of it.
 
     def await_end_of_coordinator(self) -> None:
-        self._await(lambda: self.coordinator() is None, "the end of the coordinator")
+        self.wait_for(lambda: self.coordinator() is None, "the end of the coordinator")
 
     def gateway(self) -> Gateway:
         return Gateway(self.etcd.split(","))
@@ -333,7 +335,7 @@ class Scene:
         leader = self.leader()
         assert leader is not None
         line = f"hosts the coordinator of run {self.run_id!r} at {leader.host}:{leader.port}"
-        return self._await(lambda: next((node for node in self.nodes if line in node.log), None), line)
+        return self.wait_for(lambda: next((node for node in self.nodes if line in node.log), None), line)
 
     # The end.
 
@@ -341,7 +343,7 @@ class Scene:
         """The exit codes of all nodes, once all have ended; then the coordinator ends too, and leaves nothing."""
         codes = {node.name: node.wait() for node in self.nodes}
         # Not only that nothing listens any more: what it cleans up comes after that.
-        self._await(lambda: not support.marked(self._mark), "the end of the coordinator")
+        self.wait_for(lambda: not support.marked(self._mark), "the end of the coordinator")
         assert not (self.etcd and self.keys()), f"left in etcd: {self.keys()}\n{self}"
         # How the run ended is kept for nodes that were away.
         left = [str(path) for path in (self.home / "tmp").glob("holdfast-*/*") if path.suffix != ".ended"]

@@ -283,6 +283,17 @@ def open_descriptors() -> dict[int, str]:
     return found
 
 
+def ports_of_this_process() -> set[int]:
+    """The local ports of all sockets that are open here; another process cannot disturb this."""
+    ports = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(fd).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd.name))) as one:
+                    ports.add(one.getsockname()[1] if one.family != socket.AF_UNIX else 0)
+    return ports
+
+
 class Mailbox:
     """A FIFO through which workers tell a test what they did. One line is one message."""
 

@@ -127,9 +127,6 @@ def _reached(start: StrEnum, steps: set[tuple[StrEnum, StrEnum]]) -> set[StrEnum
     return found
 
 
-# --- what the documents name ----------------------------------------------------------------------------------------
-
-
 def anchors(path: Path) -> set[str]:
     """The names by which a heading can be linked to, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
@@ -198,9 +195,6 @@ def test_names_in_the_page_about_torchrun_can_be_imported() -> None:
         import_module(name)
 
 
-# --- the pages of the backends --------------------------------------------------------------------------------------
-
-
 def table_under(heading: str, page: Path) -> list[list[str]]:
     """The cells of the first table under a heading, without its head."""
     text = page.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
@@ -234,9 +228,6 @@ def test_lines_that_are_explained_are_in_the_code(page: Path) -> None:
     wanted = [part.strip() for each in parts for part in each if len(part.strip()) > 2]
     assert len(wanted) >= len(parts) > 0
     assert [part for part in wanted if not any(part in text for text in texts_in_the_code())] == []
-
-
-# --- commands -------------------------------------------------------------------------------------------------------
 
 
 def command_lines(path: Path) -> Iterator[list[str]]:
@@ -326,9 +317,6 @@ def test_every_example_has_a_line() -> None:
     scripts = [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh")]
     assert scripts
     assert [name_of(path) for path in scripts if not any(name_of(path) in line for line in EXAMPLE_LINES)] == []
-
-
-# --- what the README shows ------------------------------------------------------------------------------------------
 
 
 def missing(shown: Iterable[str], printed: Iterable[str]) -> list[str]:

@@ -33,9 +33,6 @@ def section(heading: str) -> str:
     return found
 
 
-# --- sessions -------------------------------------------------------------------------------------------------------
-
-
 def steps(heading: str) -> list[tuple[str, list[str]]]:
     """Each block of commands, and the lines that are shown behind it."""
     found: list[tuple[str, list[str]]] = []

@@ -1,4 +1,5 @@
 """docs/ssh.md tells the truth: its commands run as they stand, and the lines that it explains are those of the code.
+Commands of other pages with `--hosts` run, too.
 
 The commands find hosts of those names by an `ssh` on PATH that reads the configuration of the test.
 """
@@ -20,12 +21,14 @@ from tests.e2e.command import COMMAND, Holdfast
 from tests.promises import promise, proves
 from tests.sshd import Hosts, hosts
 from tests.test_docs import ROOT, fences, lines_explained, texts_in_the_code
+from tests.test_docs_torchrun import BY_SSH
 
 SSH = ROOT / "docs" / "ssh.md"
 README = ROOT / "README.md"
 [DETACHED] = [block for block in fences(SSH, "sh") if "--detach" in block]
 LINES = [line for block in fences(SSH, "sh") if block != DETACHED for line in block.splitlines()]
 LINES += [line for block in fences(README, "sh") for line in block.splitlines() if "--hosts" in line]
+LINES += BY_SSH
 PROGRAM = """
     import os
     print("step 1", os.environ["WORLD_SIZE"], os.environ.get("WANDB_API_KEY"), os.environ.get("NCCL_DEBUG"))
@@ -62,6 +65,7 @@ def test_the_commands_run(line: str, servers: Hosts, tmp_path: Path) -> None:
     assert line.startswith("holdfast run --host")
     holdfast, variables = surroundings(servers, tmp_path)
     holdfast.script(PROGRAM, "train.py")
+    holdfast.script("#!/bin/sh\necho step 1 $WORLD_SIZE\n", "train.sh", executable=True)
     user = os.environ.get("USER") or "root"
     for shown, real in {
         "/opt/venv/bin/python": sys.executable, "10.0.0.1:29400": f"127.0.0.1:{support.free_port()}", "me@": f"{user}@"

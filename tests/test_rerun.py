@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests import support
 
 TESTS = """
@@ -82,25 +80,3 @@ def test_what_fails_again_fails_the_run(tmp_path: Path) -> None:
     assert code == 1, said
     assert named(said, "FLAKY") == {"test_it.py::test_fails_once[plain]"}
     assert named(said, "FAILED AGAIN") == {"test_it.py::test_fails_always"}
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"), [(("-k", "passes"), 0), (("--no-such-option",), 4), (("-k", "nothing"), 5)]
-)
-def test_every_other_end_is_pytests(tmp_path: Path, args: tuple[str, ...], expected: int) -> None:
-    code, said = run(tmp_path, *args)
-    assert (code, named(said, "RERUN")) == (expected, set()), said
-
-
-def test_a_file_that_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
-    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
-    code, said = run(tmp_path, "-n", "1", "-k", "passes")
-    assert code not in (0, 5), said
-
-
-def test_too_many_failures_are_not_rerun(tmp_path: Path) -> None:
-    source = "import pytest\n\n@pytest.mark.parametrize('n', range(51))\ndef test_fails(n):\n    assert False\n"
-    (tmp_path / "test_many.py").write_text(source)
-    code, said = run(tmp_path, "-k", "test_fails and not once and not always")
-    assert (code, named(said, "RERUN")) == (1, set())
-    assert "51 tests failed; no more than 50 are rerun" in said

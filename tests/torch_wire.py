@@ -7,7 +7,6 @@ import struct
 VALIDATE = b"\x00" + struct.pack("<I", 0x3C85F7CE)
 CANCEL_WAIT = b"\x0c"
 NUM_KEYS = b"\x07"
-LIST_KEYS = b"\x11"
 
 
 def sized(value: bytes) -> bytes:

@@ -32,6 +32,7 @@ from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, Signa
 from holdfast.telemetry import metrics
 
 if TYPE_CHECKING:
+    from holdfast.checks.plan import CheckPlan
     from holdfast.failures.report import RunReport
     from holdfast.hangs.policy import HangPolicy
 
@@ -56,8 +57,9 @@ class LaunchConfig:
     hung; without one, hangs are not detected. At `health_port` (a port or "HOST:PORT"; if None, it is
     `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent answers whether it is alive. `preload` names modules (a text with commas
     or a sequence) that are imported once, in a process from which the workers are then forked. `preload_only`: what the
-    workers import besides is not learned. The other fields after it are those of `GroupSpec` and `WorkerSpec`, and the
-    options of `holdfast run` about notices and passed signals.
+    workers import besides is not learned. `checks` (`holdfast.checks.plan.CheckPlan`) run before the node asks for a
+    place. The other fields after it are those of `GroupSpec` and `WorkerSpec`, and the options of `holdfast run` about
+    notices and passed signals.
     """
 
     min_nodes: int
@@ -99,6 +101,7 @@ class LaunchConfig:
     snapshot_dir: str = ""
     snapshot_bandwidth: int = 0
     refusal: str = ""
+    checks: CheckPlan | None = None
     notice_signal: str | None = None
     notice_file: str = ""
     notice_time_s: float = notice.DEFAULT_TIME_S
@@ -237,6 +240,7 @@ def _make_specs(
         hang_policy=config.hang_policy,
         events_file=config.events_file,
         on_first_node=config.on_first_node,
+        checks=config.checks,
         notice=noticing,
     )
     assert config.logs_specs is not None

@@ -8,7 +8,7 @@ option's values; at run time it is the `Option`, and the values are attributes o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from holdfast.frozen import frozen
 
@@ -134,6 +134,11 @@ def second_name(of: T | None, invocation: str, parse: Callable[[str], T], *, hel
 class Options:
     def __init__(self, **values: Any) -> None:
         vars(self).update({option.dest: option.default_value for option in self.table()}, **values)
+
+    @classmethod
+    def taken_from(cls, args: Any) -> Self:
+        """Of arguments that have these options among others."""
+        return cls(**{option.dest: getattr(args, option.dest) for option in cls.table()})
 
     @classmethod
     def table(cls) -> tuple[Option, ...]:

@@ -7,9 +7,8 @@ The loop waits on the inbox's file descriptor among others. The interpreter itse
 the kernel delivers the signal. A handler in Python would be too late: it runs between two instructions of the main
 thread, so a signal that another thread gets, or that comes in the instant before the sleep, would not end the sleep.
 
-There is one inbox a process. The command line opens it as its first act (`install_early`). A program that uses the
-Python API has it for the duration of a run and finds its own handlers restored afterwards. Outside the main thread
-Python cannot install handlers: there signals keep the meaning that the program gave them.
+The command line opens the one inbox of the process first of all (`install_early`). A program that uses the Python API
+has it for the duration of a run. Outside the main thread Python cannot install handlers: signals keep their meaning.
 
 Some signals end nothing. SIGWINCH: the terminal has a new size. The inbox passes it on to `size_listeners`. SIGTSTP, as
 from Ctrl-Z: within `stopped_together` the workers stop with this process and go on with it. Both are handled where the

@@ -88,9 +88,6 @@ def test_a_relay_injects_a_message(
     assert not guarded.lines("round 2 begins"), guarded.log
 
 
-# Floods without the token.
-
-
 @contextlib.contextmanager
 def strangers(port: int, count: int, says: bytes = b"") -> Iterator[None]:
     """So many connections from elsewhere that prove nothing, and ever new ones in their places."""
@@ -158,9 +155,6 @@ def test_half_open_tls_connections_cost_little(tmp_path: Path) -> None:
             b.join()
             server.await_line("this node stands by")
         assert a.take() == []
-
-
-# Without a token.
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1"])

@@ -196,9 +196,6 @@ f()
         end(running)
 
 
-# Names that are taken first.
-
-
 @as_root
 def test_the_guard_of_a_coordinator_is_held_by_another_user(holdfast: Holdfast) -> None:
     """The run works all the same, or says what is in its way."""

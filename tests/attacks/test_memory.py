@@ -87,9 +87,6 @@ def test_answers_that_no_peer_reads(server: CoordinatorProcess) -> None:
             server.await_line("does not read what it is sent")
 
 
-# Connections that have not joined.
-
-
 @proves("coordinator.client-sends-junk-much", "coordinator.strangers-use-connections")
 def test_connections_that_are_let_in_and_never_join(server: CoordinatorProcess) -> None:
     """They are strangers as long as they have not joined: the oldest are cut off, and no node is locked out. With a

@@ -26,9 +26,6 @@ def place(**fields: Any) -> Place:
     return Place(**{"term": 1, "round": 1, "rank": 0, "node_count": 1, "shapes": (("default", 1),), **fields})
 
 
-# Times.
-
-
 def test_a_lease_that_makes_no_sense_followed_by_junk(server: CoordinatorProcess) -> None:
     """In one write, so that the end of the connection finds the node overdue already."""
     with honest(server):
@@ -67,9 +64,6 @@ def test_the_shortest_times_that_are_allowed(server: CoordinatorProcess, extreme
     time.sleep(1.0)
     after = process.cpu_times()
     assert after.user + after.system - before.user - before.system < 0.5, "it spins"
-
-
-# Counts.
 
 
 @pytest.mark.parametrize("kind", [protocol.Join, protocol.Return])
@@ -123,9 +117,6 @@ def test_more_shapes_than_a_message_has_room_for(server: CoordinatorProcess) -> 
             told = first.until(model.Sealed, protocol.HeartbeatAnswer)
             longest_s = max(longest_s, time.monotonic() - began)
         assert longest_s < LONGEST_ANSWER_S
-
-
-# Rounds and terms.
 
 
 @pytest.mark.parametrize("number", [HIGHEST, protocol.HIGHEST_CLAIM + 1, protocol.HIGHEST_CLAIM])

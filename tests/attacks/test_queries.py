@@ -58,9 +58,6 @@ def token_file(tmp_path: Path) -> str:
     return support.write_secret(tmp_path / "token", TOKEN)
 
 
-# Strangers. Those that are no visitors are in test_identity.
-
-
 @promise("""steering.stranger-token-learns-nothing: A stranger without the token learns nothing of the run. Without a
     token, logs and stacks are not passed on to strangers.""")
 @pytest.mark.parametrize("token", [None, b"another token of this length"])
@@ -147,9 +144,6 @@ def test_those_that_wait_for_the_outcome_are_counted(server: CoordinatorProcess)
         assert [guest.until(protocol.Answer) is not None for guest in guests[:-1]] == [False] * 6 + [True] * 63
 
 
-# Answers.
-
-
 @promise("""steering.agent-asked-answer-asking: Only the agent that was asked can answer. Asking neither creates a run
     nor keeps it.""")
 def test_only_the_agent_that_was_asked_can_answer(tmp_path: Path, token_file: str) -> None:
@@ -211,9 +205,6 @@ def test_what_is_too_long_costs_its_sender_the_connection(
     with member(server.port) as hostile:
         hostile.send(message)
         assert hostile.is_hung_up()
-
-
-# Many. A thousand of them are in test_metrics.
 
 
 def test_visitors_are_counted_and_let_in_again(tmp_path: Path) -> None:

@@ -140,9 +140,6 @@ def test_a_line_of_the_log_has_an_end(server: CoordinatorProcess) -> None:
     assert max(map(len, server.log.splitlines())) <= escape.LINE_LIMIT_CHARS
 
 
-# The terminals of other agents.
-
-
 def as_closer(peer: Peer) -> None:
     peer.send(protocol.Close(f"reason{ESCAPE}"))
 
@@ -210,9 +207,6 @@ def test_a_coordinator_that_denies_with_control_characters(holdfast: Holdfast) -
         ended = holdfast.run("--nnodes", "2", *place, "--rdzv-conf", "join_timeout=3", holdfast.script("pass"))
     assert ended.code != 0
     check_plain(ended.err)
-
-
-# The worker's own words in our report.
 
 
 @proves("failures.text-workers-peers-report")

@@ -82,9 +82,6 @@ def check(cost: Cost) -> None:
     assert cost.seconds < LONGEST_S, f"it took {cost.seconds:.0f} s"
 
 
-# Code.
-
-
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_program_that_leaves_a_pickle(holdfast: Holdfast, tmp_path: Path, code: int) -> None:
     """The agent may have other rights than its worker, so it never unpickles what a program left."""
@@ -185,9 +182,6 @@ while True:
     check(run(holdfast, source, "--nproc-per-node", "2", "--grace-period", "3"))
 
 
-# The processes around it.
-
-
 def test_a_worker_that_stops_its_spawner(holdfast: Holdfast) -> None:
     """The agent notices that the spawner stands still, and ends, or makes it go on; it does not wait for ever."""
     cost = run(holdfast, "os.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(1)\nos._exit(3)\n", deadline_s=30)
@@ -206,9 +200,6 @@ def test_a_signal_to_an_agent_whose_spawner_is_stopped(holdfast: Holdfast) -> No
     finally:
         end(running)
     assert ended.code == 128 + signal.SIGTERM
-
-
-# Secrets.
 
 
 @pytest.mark.parametrize("name", ["HOLDFAST_TOKEN", "HOLDFAST_ETCD_PASSWORD"])

@@ -55,9 +55,6 @@ def test_wrong_usage(holdfast: Holdfast, line: str, env: dict[str, str], words: 
     assert list(holdfast.temporary.iterdir()) == []
 
 
-# --- programs that do not run ---------------------------------------------------------------------------------
-
-
 def test_a_syntax_error(holdfast: Holdfast) -> None:
     ended = holdfast.run("-q", holdfast.script("x = (1,\n"))
     path = holdfast.directory / "job.py"
@@ -65,30 +62,6 @@ def test_a_syntax_error(holdfast: Holdfast) -> None:
     assert ended.err.startswith(f'  File "{path}", line 1\n    x = (1,\n        ^\nSyntaxError: ')
     assert ended.last.startswith("Cause: rank 0 failed: SyntaxError: '(' was never closed (job.py, line 1)")
     assert "Traceback" not in ended.err
-
-
-@proves("restarts.program-error-fix-syntaxerror")
-def test_an_unknown_module(holdfast: Holdfast) -> None:
-    ended = holdfast.run("--max-restarts=3", "-m", "no.such.module")
-    assert ended.code == 1
-    assert ended.last.startswith("Cause: rank 0 failed: ImportError: ")
-    assert "no restart: ImportError is fatal, a restart would not cure it" in ended.err
-    assert "No module named" in ended.last or "Error while finding module" in ended.last
-    assert "Traceback" not in ended.err
-
-
-@proves("workers.program-missing-executable")
-def test_an_interpreter_that_cannot_be_started_again(holdfast: Holdfast) -> None:
-    code = (
-        "import sys; sys.executable = '/nowhere/python'; sys.argv[1:] = ['run', '--no-python', 'true']; "
-        "from holdfast.__main__ import run; run()"
-    )
-    ended = holdfast.program(sys.executable, "-c", code)
-    line = "holdfast run: error: cannot start '/nowhere/python': No such file or directory\n"
-    assert (ended.code, ended.err) == (1, line)
-
-
-# --- the disk -------------------------------------------------------------------------------------------------
 
 
 @promise("output.full-disk-loses-logs: A full disk loses logs, but harms neither the workers nor the report.")
@@ -138,22 +111,19 @@ def test_a_log_dir_that_becomes_a_file_costs_the_logs_only(holdfast: Holdfast, t
     assert len([line for line in ended.own if "run without logs" in line]) == 1
 
 
-# --- what workers do to their output --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [[], ["-t3"], ["-r3"]], ids=["plain", "tee", "redirect"])
 @pytest.mark.parametrize(
-    "source",
+    ("source", "options"),
     [
-        "import os; os.close(2)",
-        "import sys; sys.stdout.close()",
-        "import os; os.closerange(0, 256)",
+        ("import os; os.close(2)", []),
+        ("import sys; sys.stdout.close()", ["-r3"]),
+        ("import os; os.closerange(0, 256)", ["-t3"]),
     ],
 )
 def test_a_worker_that_closes_its_streams(holdfast: Holdfast, source: str, options: list[str]) -> None:
     """As with plain Python: what closes them may end well, and what cannot be flushed is its own affair."""
-    plain = holdfast.program(sys.executable, "-u", holdfast.script(source))
-    ended = holdfast.run("-q", *options, "--nproc-per-node=2", holdfast.script(source))
+    script = holdfast.script(f"import os, sys; {source}")
+    plain = holdfast.program(sys.executable, "-u", script)
+    ended = holdfast.run("-q", *options, "--nproc-per-node=2", script)
     assert ended.code == (0 if plain.code == 0 else 1), str(ended)
 
 
@@ -175,18 +145,6 @@ def test_junk_in_the_report(holdfast: Holdfast) -> None:
     assert ended.code == 1
     assert ended.last.startswith("Cause: rank 0 exited with code 3")
     assert ended.last.isprintable()
-
-
-# --- many workers, odd surroundings ---------------------------------------------------------------------------
-
-
-def test_200_workers(holdfast: Holdfast) -> None:
-    """Under the limit of open files that most systems set."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))"
-    command = ["--no-python", "bash", "-c", "echo $RANK"]
-    ended = holdfast.run("--nproc-per-node=200", "-t3", *command, before=limit)
-    assert ended.code == 0, str(ended)
-    assert sorted(ended.lines) == sorted(f"[default{rank}]:{rank}" for rank in range(200))
 
 
 def test_names_that_are_not_utf8(holdfast: Holdfast) -> None:
@@ -213,16 +171,7 @@ def test_an_empty_environment(holdfast: Holdfast) -> None:
     assert (ended.code, ended.lines) == (0, ["fine", "fine"]), str(ended)
 
 
-def test_a_working_directory_that_is_gone(holdfast: Holdfast) -> None:
-    script = str(holdfast.directory / holdfast.script(OK))
-    gone = "os.mkdir('gone'); os.chdir('gone'); os.rmdir(os.getcwd())"
-    ended = holdfast.run(script, before=gone)
-    assert (ended.code, ended.out) == (0, "fine\n"), str(ended)
-    ended = holdfast.run("--log-dir=logs", script, before=gone)
-    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert ended.err.startswith("holdfast run: error: log directory 'logs' cannot be created")
-
-
+@proves("workers.everything-works-outside-main")
 @pytest.mark.parametrize("closed", ["0", "1", "2", "0, 1, 2"])
 @pytest.mark.parametrize("options", [[], ["-t3"]], ids=["plain", "tee"])
 def test_streams_that_the_caller_has_closed(holdfast: Holdfast, closed: str, options: list[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import agent, page, plots
+from bench import agent, page
 from bench.__main__ import MEASURES, PAGE, RESULTS, ROOT
 from bench.crowd import come_back, crowd
 from bench.results import Bound, Results, Row, Section, row
@@ -103,9 +103,6 @@ def test_flaws_in_the_console_are_counted(lines: list[bytes], flaws: int) -> Non
     assert agent.count_flaws(b"".join(lines), lines_per_worker=3) == flaws
 
 
-# --- turns ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_sides_take_turns_after_a_warm_up() -> None:
     calls: list[str] = []
 
@@ -181,16 +178,6 @@ def test_the_page_is_made_from_the_results_file_alone() -> None:
     assert "- 4 workers: at most 99 ms" in text
 
 
-def test_the_readme_has_four_lines_and_says_what_was_not_measured() -> None:
-    block = page.readme_block(SAMPLE)
-    assert [line[:4] for line in block.splitlines() if line.startswith("- ")] == ["- **"] * 4
-    assert "**110 ms** from start to end. torchrun takes 2,200 ms (20 times as long)" in block
-    assert "(not measured)" in block
-    assert "(docs/benchmarks/restart-torch.svg)" in block
-    text = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
-    assert page.with_figures(text, SAMPLE) == f"before\n{block}\nafter\n"
-
-
 def test_plots_are_whole_documents_for_light_and_dark() -> None:
     drawn = page.plots_of(SAMPLE)
     assert set(drawn) == {"restart-torch"}
@@ -201,12 +188,6 @@ def test_plots_are_whole_documents_for_light_and_dark() -> None:
     words = "".join(ET.fromstring(drawn["restart-torch"]).itertext())
     for expected in ("holdfast", "torchrun", "start <&>", "925 ms", "4,000 ms"):
         assert expected in words
-
-
-def test_bars_are_as_long_as_their_values() -> None:
-    svg = ET.fromstring(plots.stacked_bars("title", {"a": {"x": 10.0, "y": 30.0}, "b": {"x": 20.0}}, "ms"))
-    widths = [float(each.get("width", "0")) for each in svg.iter("{http://www.w3.org/2000/svg}rect") if len(each)]
-    assert widths == pytest.approx([widths[0], 3 * widths[0], 2 * widths[0]], abs=0.2)
 
 
 def test_readme_page_and_plots_agree_with_the_newest_results() -> None:

@@ -55,9 +55,6 @@ def told(ended: Ended, variable: str) -> list[str | None]:
     return [each["env"].get(variable) for each in facts(ended)]
 
 
-# --- how a run ends -------------------------------------------------------------------------------------------
-
-
 @promise("""workers.python-run-modules-shell: `python -m holdfast run`, modules, shell scripts and programs work from
     the command line, also under another interpreter.""")
 @promise("cli.exit-code-shows-happened: The exit code shows what happened: 0, 1, 2, 93, 94 or 128+n.")
@@ -92,49 +89,6 @@ def test_failure_is_told_with_its_cause_in_the_last_line_and_in_the_launchers_ow
     assert len(ended.own) == 1, "only what was started, and the report itself"
 
 
-@proves("failures.last-line-report-real", "cli.exit-code-shows-happened")
-@pytest.mark.parametrize(
-    ("source", "cause"),
-    [
-        ("import sys; sys.exit(7)", "rank 0 exited with code 7"),
-        ("import sys; sys.exit('no data')", "rank 0 failed: no data (exit code 1"),
-        ("import os; os.kill(os.getpid(), 9)", "rank 0 was killed by SIGKILL"),
-        ("raise KeyboardInterrupt", "rank 0 was killed by SIGINT"),
-        ("class Oops(Exception): pass\nraise Oops('a\\nb')", "rank 0 failed: Oops: a b (exit code 1"),
-    ],
-)
-def test_every_way_to_fail_is_exit_code_1(holdfast: Holdfast, source: str, cause: str) -> None:
-    ended = holdfast.run(holdfast.script(source))
-    assert ended.code == 1
-    assert ended.last.startswith(f"Cause: {cause}"), str(ended)
-
-
-EXHAUSTED = "no restart: the 2 allowed restarts are used up"
-
-
-@proves("restarts.logs-cause-delay-whether", "failures.report-shows-traceback-once")
-def test_every_restart_is_told_with_its_cause(holdfast: Holdfast) -> None:
-    ended = holdfast.run("--max-restarts=2", holdfast.script("import sys; sys.exit(9)"))
-    assert ended.code == 1
-    told = [re.sub(r"pids? \d+", "", line) for line in ended.own if "started" not in line]
-    assert told == [
-        "holdfast: rank 0 exited with code 9 (); restart 1 of 2",
-        "holdfast: rank 0 exited with code 9 (); restart 2 of 2",
-        f"holdfast: {EXHAUSTED}",
-    ], "the report has the cause of the last one"
-    assert ended.last.startswith("Cause: rank 0 exited with code 9")
-
-
-@proves("restarts.logs-cause-delay-whether")
-def test_a_restart_that_is_not_counted_is_told_with_its_cause(holdfast: Holdfast) -> None:
-    """Also if no other restart is allowed: a run that restarts for ever must say why."""
-    script = holdfast.script("import os, sys; sys.exit(5 if os.environ['HOLDFAST_ROUND'] == '1' else 9)")
-    ended = holdfast.run("--uncounted-exit-codes=5", "--restart-backoff=0.1s", script)
-    told = [line for line in ended.own if "exited with code" in line]
-    assert [line.rpartition("; ")[2] for line in told] == ["a restart that is not counted, in 0.1 s"]
-    assert ended.last.startswith("Cause: rank 0 exited with code 9")
-
-
 @proves("failures.blames-peer-closed-connection")
 def test_a_rank_that_finished_early_is_mentioned(holdfast: Holdfast) -> None:
     """It looks like a success; the peers report that it has closed the connection."""
@@ -155,20 +109,6 @@ def test_a_rank_that_finished_early_is_mentioned(holdfast: Holdfast) -> None:
     assert ended.last.endswith("): rank 1 had finished with exit code 0 before that")
 
 
-# --- what is executed -----------------------------------------------------------------------------------------
-
-
-@proves("workers.python-run-modules-shell")
-def test_module(holdfast: Holdfast) -> None:
-    package = holdfast.directory / "pkg"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    support.write_script(package / "task.py", SHOW)
-    (worker,) = facts(holdfast.run("-m", "pkg.task", "-m", "x"))
-    assert worker["argv"] == [str(package / "task.py"), "-m", "x"]
-    assert worker["name"] == "__main__"
-
-
 @proves("workers.python-run-modules-shell")
 def test_bash_script(holdfast: Holdfast) -> None:
     script = holdfast.script('#!/bin/bash\necho "rank $RANK of $WORLD_SIZE: $*"', "job.sh", executable=True)
@@ -178,10 +118,13 @@ def test_bash_script(holdfast: Holdfast) -> None:
 
 
 @promise("workers.run-run-path-script: A run with `--run-path` and a script that calls `sys.exit()` ends normally.")
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.parametrize(
-    ("ending", "cause"),
-    [("sys.exit(main())", None), ("os._exit(0)", None), ("sys.exit('no data')", "failed: no data")],
+    ("method", "ending", "cause"),
+    [
+        ("spawn", "sys.exit(main())", None),
+        ("fork", "os._exit(0)", None),
+        ("forkserver", "sys.exit('no data')", "failed: no data"),
+    ],
 )
 def test_run_path(holdfast: Holdfast, method: str, ending: str, cause: str | None) -> None:
     source = "import os, sys\ndef main(): pass\nif __name__ == '__main__':\n    print(*sys.argv, flush=True)\n"
@@ -247,55 +190,6 @@ def test_an_interpreter_behind_a_wrapper(holdfast: Holdfast) -> None:
     assert (worker["env"]["WRAPPED"], worker["argv"]) == ("yes", ["job.py", "a"])
 
 
-# --- what workers are told ------------------------------------------------------------------------------------
-
-
-EXPECTED = {
-    "RANK": "",
-    "LOCAL_RANK": "",
-    "ROLE_RANK": "",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "0",
-    "GROUP_WORLD_SIZE": "1",
-    "ROLE_WORLD_SIZE": "2",
-    "ROLE_NAME": "default",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "3",
-    "TORCHELASTIC_RUN_ID": "mine",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    "HOLDFAST_ROUND": "1",
-}
-
-
-@proves("ranks.environment-real-workers-complete")
-def test_the_environment_of_the_workers(holdfast: Holdfast) -> None:
-    workers = facts(holdfast.run("--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=mine", holdfast.script(SHOW)))
-    for rank, worker in enumerate(workers):
-        env = worker["env"]
-        assert {name: env.get(name) for name in EXPECTED} == {
-            **EXPECTED,
-            "RANK": f"{rank}",
-            "LOCAL_RANK": f"{rank}",
-            "ROLE_RANK": f"{rank}",
-        }
-        assert env["MASTER_ADDR"] == "127.0.0.1"
-        assert 0 < int(env["MASTER_PORT"]) < 65536
-        assert env["TORCHELASTIC_ERROR_FILE"].endswith(f"/attempt_0/{rank}/error.json")
-    assert len({worker["env"]["MASTER_PORT"] for worker in workers}) == 1
-
-
-@proves("rendezvous.static-nodes-coordinator-port")
-def test_one_of_two_static_nodes_by_itself(holdfast: Holdfast) -> None:
-    options = ["--nnodes=2", "--node-rank=1", "--nproc-per-node=2", "--rdzv-conf=coordinator_port=off"]
-    workers = facts(holdfast.run(*options, holdfast.script(SHOW)))
-    assert [worker["env"]["RANK"] for worker in workers] == ["2", "3"]
-    assert [worker["env"]["WORLD_SIZE"] for worker in workers] == ["4", "4"]
-    assert [worker["env"]["GROUP_RANK"] for worker in workers] == ["1", "1"]
-
-
 def test_numa_binding(holdfast: Holdfast) -> None:
     if not Path("/sys/devices/system/node").is_dir():
         pytest.skip("this kernel tells nothing of NUMA nodes")
@@ -305,9 +199,6 @@ def test_numa_binding(holdfast: Holdfast) -> None:
     bound = [set(json.loads(line)) for line in ended.lines]
     assert len(bound) == 2
     assert all(cpus and cpus <= os.sched_getaffinity(0) for cpus in bound)
-
-
-# --- what is kept ---------------------------------------------------------------------------------------------
 
 
 def tree(root: Path) -> dict[str, str]:
@@ -342,39 +233,6 @@ def test_what_a_restart_says_and_the_layout_of_the_log_dir(holdfast: Holdfast) -
         "attempt_1/1/stdout.log": "out 1 1\n",
         "attempt_1/1/stderr.log": "err 1 1\n",
     }
-
-
-TALK = """
-    import os, sys
-    sys.stdout.write("out of " + os.environ["RANK"] + "\\n")
-    sys.stderr.write("err of " + os.environ["RANK"] + "\\n")
-"""
-
-
-def logs_of(holdfast: Holdfast) -> dict[str, str]:
-    (run,) = support.run_dirs(holdfast.directory / "logs")
-    return {name.removeprefix("attempt_0/"): text for name, text in tree(run).items()}
-
-
-@proves("output.redirected-tee-filtered-real")
-@pytest.mark.parametrize(
-    ("options", "out", "err", "files"),
-    [
-        ("-r 0:3 -t 1:3", "[w1]:out of 1,out of 2", "[w1]:err of 1,err of 2", "0/stderr 0/stdout 1/stderr 1/stdout"),
-        ("--local-ranks-filter 0,2 -t 3", "[w0]:out of 0,[w2]:out of 2", "[w0]:err of 0,[w2]:err of 2",
-         "0/stderr 0/stdout 1/stderr 1/stdout 2/stderr 2/stdout"),
-    ],
-)  # fmt: skip
-def test_redirect_and_tee(holdfast: Holdfast, options: str, out: str, err: str, files: str) -> None:
-    ended = holdfast.run(
-        "-q", "--nproc-per-node=3", "--role=w", "--log-dir=logs", *options.split(), holdfast.script(TALK)
-    )
-    assert ended.code == 0, str(ended)
-    assert sorted(ended.lines) == sorted(filter(None, out.split(",")))
-    assert sorted(ended.err.splitlines()) == sorted(filter(None, err.split(",")))
-    words = {"stdout": "out", "stderr": "err"}
-    expected = {f"{name}.log": f"{words[name[2:]]} of {name[0]}\n" for name in files.split()}
-    assert logs_of(holdfast) == expected
 
 
 def test_no_logs_at_all(holdfast: Holdfast) -> None:

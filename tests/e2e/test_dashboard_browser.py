@@ -262,10 +262,7 @@ def test_it_fits_into_360_pixels(scheme: str, shape: tuple[int, int]) -> None:
     support.leave_to_test_all("a browser")
     support.need_tools("chromium")
     size = {"width": 360, "height": 740}
-    with (
-        dashboard_stage.stage(run) as stage,
-        dashboard_stage.browser(viewport=size, color_scheme=scheme) as page,
-    ):
+    with dashboard_stage.stage(run) as stage, dashboard_stage.browser(viewport=size, color_scheme=scheme) as page:
         page.goto(stage.url)
         await_text(page, "#workers", f"of {shape[0] * shape[1]:,} running")
         await_text(page, "#log", "a-very-long-word")

@@ -69,37 +69,3 @@ def test_a_user_and_a_password(holdfast: Holdfast) -> None:
         refused = holdfast.run(*run_on(at, "--rdzv-conf", "user=root"), env={"HOLDFAST_ETCD_PASSWORD": "wrong"})
     assert refused.code == 1
     assert "authentication failed" in refused.last
-
-
-@proves("etcd-runs.unreachable-etcd-reported")
-def test_nobody_listens(holdfast: Holdfast) -> None:
-    endpoint = f"127.0.0.1:{support.free_port()}"
-    ended = holdfast.run(*run_on(endpoint, "--join-timeout", "5s", "--rdzv-conf", "lease=2"))
-    assert ended.code == 1
-    *_, told, last = ended.err.splitlines()
-    assert f"cannot reach etcd {endpoint}: " in told
-    assert f"could not reach etcd {endpoint} within 5 s; the last attempt: " in last
-
-
-def test_the_reason_is_known_before_a_short_patience_ends(holdfast: Holdfast) -> None:
-    endpoint = f"127.0.0.1:{support.free_port()}"
-    ended = holdfast.run(*run_on(endpoint, "--join-timeout", "2s"))
-    assert ended.last.endswith(f"{endpoint}: connection refused"), str(ended)
-
-
-@proves("etcd-runs.mistake-causes-clear-line")
-@pytest.mark.parametrize(
-    ("endpoint", "options", "words"),
-    [
-        ("a,,b", (), "one of the endpoints is empty"),
-        ("a", ("--token-file", "x"), "the token file 'x' cannot be read"),
-        ("a", ("--rdzv-conf", "leader_lease=1"), "leader_lease must be a whole number of seconds, at least 2, not '1'"),
-        ("https://a", (), "agent traffic would be plain although etcd is reached over TLS"),
-        ("a", ("--rdzv-conf", "user=me"), "etcd user 'me' needs a password"),
-    ],
-)
-def test_usage(holdfast: Holdfast, endpoint: str, options: tuple[str, ...], words: str) -> None:
-    ended = holdfast.run(*run_on(endpoint, *options))
-    assert (ended.code, ended.out) == (2, "")
-    [line] = ended.err.splitlines()
-    assert words in line

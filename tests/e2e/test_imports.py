@@ -34,6 +34,7 @@ client.SpawnerLink.start = first_start
 from holdfast.__main__ import main
 sys.argv = ["holdfast", "run", "--standalone", "job.py"]
 assert main() == 0
+assert not [name for name in sys.modules if name.startswith(("holdfast.hosts", "holdfast.cli.run_by_ssh"))]
 print(*loaded[0])
 print(*set(sys.modules) - bare - loaded[0])
 """
@@ -65,6 +66,7 @@ def modules_of(code: str, *flags: str, directory: Path) -> list[set[str]]:
     ]
 
 
+@promise("ssh.run-machine-loads-nothing: A run on this machine loads nothing of it.")
 @promise("""project.standalone-run-loads-modules: A standalone run loads only the modules on a list, in the agent and in
     the spawner.""")
 def test_what_the_agent_of_a_standalone_run_loads(tmp_path: Path) -> None:

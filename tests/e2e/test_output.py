@@ -21,15 +21,6 @@ FAIL_ONCE = """
 ESCAPE = "\033["
 
 
-# --- how much holdfast says -----------------------------------------------------------------------------------
-
-
-@proves("output.stdout-belongs-workers-prints")
-def test_quiet_success_says_nothing(holdfast: Holdfast) -> None:
-    ended = holdfast.run("-q", "--nproc-per-node=2", holdfast.script("import sys; sys.stdout.write('x\\n')"))
-    assert (ended.code, ended.out, ended.err) == (0, "x\nx\n", "")
-
-
 @proves("output.stdout-belongs-workers-prints")
 def test_quiet_failure_says_only_the_report(holdfast: Holdfast) -> None:
     ended = holdfast.run("-q", "--max-restarts=1", holdfast.script(FAIL))
@@ -60,9 +51,6 @@ def test_holdfasts_own_lines_begin_a_new_line(holdfast: Holdfast, options: tuple
 def test_stdout_belongs_to_the_workers(holdfast: Holdfast) -> None:
     ended = holdfast.run("-v", "--max-restarts=1", holdfast.script(FAIL_ONCE))
     assert (ended.code, ended.out) == (0, "done\n")
-
-
-# --- on a terminal --------------------------------------------------------------------------------------------
 
 
 def test_colour_on_a_terminal(holdfast: Holdfast) -> None:
@@ -112,9 +100,6 @@ def test_typing_reaches_the_worker(holdfast: Holdfast) -> None:
         shown = near.read_to_end()
         assert running.wait().code == 0
     assert "got hello" in shown
-
-
-# --- what workers write ---------------------------------------------------------------------------------------
 
 
 def test_the_last_words_of_a_killed_worker(holdfast: Holdfast) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests import ray_cluster, support
 from tests.e2e.command import COMMAND, Ended, Holdfast
-from tests.engines import DEADLINE_S, Ray, agent_of
+from tests.engines import DEADLINE_S, Ray
 from tests.promises import promise, proves
 from tests.ray_cluster import Cluster
 from tests.support import Mailbox, survivors, wait_until
@@ -82,17 +82,6 @@ def test_a_coordinator_that_is_killed(ray: Ray) -> None:
     end = job.wait(DEADLINE_S)
     assert end.code == 0, str(end)
     assert ray.mailbox.rest() == []
-
-
-@proves("ray.killed-coordinator-started-workers")
-def test_an_agent_that_is_killed_is_started_again(ray: Ray) -> None:
-    job = ray.work("wait")
-    os.kill(agent_of(ray.pids(2)[1]), signal.SIGKILL)
-    ray.pids(2)
-    ray.done.touch()
-    end = job.wait(DEADLINE_S)
-    assert end.code == 0, str(end)
-    assert any(line.endswith("is lost: its agent was killed; it is started again") for line in end.own)
 
 
 @proves("ray.wrong-input-missing-unreachable")

@@ -192,6 +192,8 @@ def test_out_of_memory(one: Any, small_memory: Path) -> None:
     one("out_of_memory", "if r == 1:\n    hoard = bytearray(b'x') * (1 << 30)\n" + WAITS, before=enter)
 
 
+@promise("""hangs.restarts-left-report-stack: Without restarts left the report has the stack, the file with all stacks,
+    and the cause as its last line.""")
 @proves("failures.end-failed-run-node")
 def test_hang(one: Any) -> None:
     job = "def wait_for_data():\n    signal.pause()\nif r == 1:\n    wait_for_data()\n"
@@ -207,9 +209,6 @@ def test_stopped(one: Any) -> None:
 @proves("failures.end-failed-run-node")
 def test_import_error(one: Any) -> None:
     one("import_error", "import no_such_module_here\n", "--max-restarts", "3", workers=1)
-
-
-# Two nodes.
 
 
 def start_node(holdfast: Holdfast, port: int, *options: str, conf: str = "join_timeout=30", **more: Any) -> Running:
@@ -248,7 +247,10 @@ def test_exception_on_another_node(holdfast: Holdfast) -> None:
 @proves("failures.end-failed-run-node")
 def test_lost_node(holdfast: Holdfast) -> None:
     holdfast.script(HEAD + WAITS)
-    port, conf = support.free_port(), "join_timeout=3,heartbeat=0.3,lease=15,drop_timeout=0.9,reconnect_grace=0.3"
+    port, conf = (
+        support.free_port(),
+        "join_timeout=3,heartbeat=0.3,lease=15,drop_timeout=0.9,reconnect_grace=0.3,close_linger=0.5",
+    )
     first = start_node(holdfast, port, "--node-rank", "0", conf=conf)
     second = start_node(holdfast, port, "--node-rank", "1", conf=conf)
     for node in (first, second):
@@ -293,15 +295,3 @@ sys.exit(7)
         assert f"\nRestarts: 2 of 9 used; not restarted: {words}\n" in report_in(ended).replace("\n    ", " ")
         kept = json.loads((holdfast.directory / "logs" / "latest" / "report.json").read_text())
         assert kept["exit_code"] == 93
-
-
-@proves("cli.progress-limit-restarts-row")
-def test_every_node_says_that_the_run_is_not_to_be_started_again(holdfast: Holdfast) -> None:
-    """Rank 0 alone tells of its progress, and rank 1 on the other node fails."""
-    job = "import holdfast\nif r == 0:\n    holdfast.progress(5)\n    signal.pause()\nsys.exit(7)\n"
-    holdfast.script(HEAD + job)
-    port, options = support.free_port(), ("--nproc-per-node", "1", "--max-restarts", "9", "--no-progress-limit", "1")
-    nodes = [start_node(holdfast, port, *options, "--node-rank", str(rank)) for rank in range(2)]
-    ends = ends_of(*nodes)
-    assert [ended.code for ended in ends] == [93, 93], "\n".join(map(str, ends))
-    assert report_in(ends[0]) == report_in(ends[1])

@@ -128,11 +128,8 @@ def test_the_same_lines_are_folded_on_a_terminal_only(holdfast: Holdfast) -> Non
 @pytest.mark.parametrize(
     ("options", "out"),
     [
-        (["--nproc-per-node=1"], "x\n"),
-        (["--nproc-per-node=1", "--prefix=always"], "[rank 0] x\n"),
         (["--nproc-per-node=2"], "x\nx\n"),
         (["--nproc-per-node=2", "--local-ranks-filter=1", "--prefix=always"], "[rank 1] x\n"),
-        (["--nproc-per-node=1", "-t1"], "[default0]:x\n"),
         (["--nproc-per-node=1", "-t1", "--prefix=always"], "[default0]:x\n"),
         (["--nproc-per-node=1", "-t1", "--prefix=never"], "x\n"),
     ],
@@ -157,21 +154,6 @@ def test_prefixes_name_the_host_if_there_are_several_nodes(holdfast: Holdfast) -
         holdfast.start(*options, "1", *template, script, env=hosts),
     ]
     assert [ended.out for ended in ends_of(*nodes)] == ["[node1:rank 0] x\n", "<node1 1> x\n"]
-
-
-@proves("output.lines-prefix-tee-several")
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        (["--nproc-per-node=1"], "x\r\n"),
-        (["--nproc-per-node=1", "--prefix=always"], "[rank 0] x\r\n"),
-        (["--nproc-per-node=2", "--local-ranks-filter=1"], "x\r\n"),
-    ],
-    ids=" ".join,
-)
-def test_prefixes_on_a_terminal(holdfast: Holdfast, options: list[str], shown: str) -> None:
-    ended, all_shown = on_terminal(holdfast, "-q", *options, holdfast.script("print('x')"))
-    assert (ended.code, all_shown) == (0, shown)
 
 
 @promise("""output.single-worker-writes-stdout: A single worker writes to holdfast's stdout itself, unless a prefix is

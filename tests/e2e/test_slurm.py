@@ -22,6 +22,7 @@ from tests import slurm_cluster, support
 from tests.e2e.command import COMMAND, Ended, Holdfast, Running
 from tests.promises import promise, proves
 from tests.slurm_cluster import Cluster
+from tests.test_docs_torchrun import ON_SLURM
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "slurm" / "train.sbatch"
@@ -117,9 +118,6 @@ def job_id_of(running: Running) -> str:
     return found[1]
 
 
-# --- srun ---------------------------------------------------------------------------------------------------------
-
-
 @promise("""engines.real-slurm-two-nodes: On a real Slurm of two nodes, `srun holdfast run` needs no options: the nodes
     meet, GPUs become workers, a failed worker is restarted on all nodes, and exit codes arrive.""")
 def test_srun_on_two_nodes_needs_no_options(slurm: Slurm) -> None:
@@ -186,15 +184,6 @@ def test_the_components_of_a_heterogeneous_job(slurm: Slurm) -> None:
     assert sorted(ended.lines) == ["[node1:1] done 1", "[node2:0] done 0"]
 
 
-@proves("engines.agent-killed-leaves-elastic")
-def test_a_step_whose_agent_was_killed_can_end(slurm: Slurm) -> None:
-    """A run of a fixed size cannot go on without a node; srun --wait ends the others."""
-    step = slurm.start("srun", "-N2", "--wait=1", "holdfast", "run", *slurm.job("wait"))
-    slurm.workers()
-    os.kill(slurm.agents()["node2"], signal.SIGKILL)
-    assert step.wait().code == 137
-
-
 @promise("""engines.tasks-real-mpirun-slurm: Tasks of a real `mpirun` within a Slurm job meet at the first node of the
     job, also if `mpirun` runs elsewhere.""")
 @pytest.mark.parametrize("host", [0, slurm_cluster.LOGIN])
@@ -209,6 +198,23 @@ def test_mpirun_within_a_job(slurm: Slurm, host: int) -> None:
     assert len(re.findall(r"mpirun of 2 tasks: node \d of 2, meeting at node1:\d+", ended.err)) == 2
 
 
+@proves("project.torchrun-lines-run")
+@pytest.mark.parametrize("line", ON_SLURM)
+def test_a_line_of_the_page_about_torchrun(line: str, slurm: Slurm) -> None:
+    """`mpirun` refuses to run as root unless it is told to, as these tests do."""
+    words = line.split()
+    if words[0] == "mpirun":
+        support.need_tool("mpirun.openmpi")
+        words = ["salloc", "-N2", "mpirun.openmpi", "--allow-run-as-root", *words[1:]]
+    slurm.holdfast.script("""
+        import os
+        os.write(1, f"worker {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n".encode())
+    """, "train.py")  # fmt: skip
+    ended = slurm.run(*words)
+    assert (ended.code, len(ended.lines)) == (0, 4), str(ended)
+    assert {each.partition("] ")[2] for each in ended.lines} == {f"worker {rank} of 4" for rank in range(4)}
+
+
 @proves("workers.jax-initialize-arguments")
 def test_jax_finds_its_place_in_a_job(slurm: Slurm) -> None:
     """Slurm's variables speak of two tasks; JAX has four processes."""
@@ -221,9 +227,6 @@ def test_jax_finds_its_place_in_a_job(slurm: Slurm) -> None:
     ended = slurm.run("srun", "-N2", "holdfast", "run", "--nproc-per-node=2", job, JAX_PLATFORMS="cpu")
     places = [f"[node{1 + rank // 2}:{rank}]" for rank in range(4)]
     assert sorted(ended.lines) == [f"{place} process {rank} of 4" for rank, place in enumerate(places)], str(ended)
-
-
-# --- submit -------------------------------------------------------------------------------------------------------
 
 
 @promise("""engines.scancel-stops-job-grace: `scancel` stops a job with grace and 143, and leaves no process and no
@@ -275,13 +278,6 @@ def test_options_of_slurm_arrive(slurm: Slurm) -> None:
     assert (slurm.holdfast.directory / "my job.py.out").is_file()
     job_id = re.findall(r"Slurm job (\d+), run", ended.err)[0]
     assert slurm.cluster.facts(job_id)["TimeLimit"] == "00:07:00"
-
-
-def test_an_elastic_job_takes_what_there_is(slurm: Slurm) -> None:
-    """Three nodes would be welcome, two are there. A step of two nodes is a run of two at most."""
-    ended = slurm.submit("work", nodes="1:3").wait()
-    assert ended.code == 0, str(ended)
-    assert ended.out.count("done") == 2
 
 
 @promise("""engines.slurm-elastic-lost-node: An elastic run on Slurm survives a node that Slurm marks as down: neither
@@ -372,9 +368,6 @@ def test_the_rendered_script_is_what_runs(slurm: Slurm) -> None:
     assert out.read_text().count("done") == 2
 
 
-# --- requeue ------------------------------------------------------------------------------------------------------
-
-
 @promise("""engines.example-goes-queue-time: The example goes on in the queue when its time is over, and not after a
     failure or a cancel. A requeued job is a new run.""")
 def test_the_example_goes_on_in_the_queue_when_its_time_is_over(slurm: Slurm) -> None:
@@ -449,9 +442,6 @@ def test_a_requeued_job_meets_no_coordinator_of_its_first_life(holdfast: Holdfas
         assert ended.code == 0, str(ended)
         assert "is back in the queue: " in ended.err
         assert ended.out.count("] done") == 2
-
-
-# --- the document -------------------------------------------------------------------------------------------------
 
 
 def fences(language: str) -> list[str]:

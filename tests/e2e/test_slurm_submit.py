@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast, Running
-from tests.promises import promise, proves
+from tests.promises import promise
 
 COMMANDS = {
     "sbatch": f"""
@@ -106,27 +105,6 @@ def test_a_second_interrupt_does_not_wait_for_the_submission(holdfast: Holdfast,
         support.await_delivery(job.pid)
     ended = job.wait()
     assert (ended.code, ended.last) == (130, "holdfast: stopped by SIGINT")
-
-
-@proves("engines.signal-job-being-submitted")
-def test_a_console_without_room_does_not_end_the_wait(holdfast: Holdfast, submit: Submit) -> None:
-    (holdfast.directory / "out").write_text("output\n")
-    with open("/dev/full", "wb") as full:
-        job = running(holdfast, submit, stdout=full)
-        (holdfast.directory / "code").write_text("3")
-        (holdfast.directory / "state").write_text("FAILED")
-        assert job.wait().code == 3
-
-
-@proves("engines.signal-job-being-submitted")
-def test_an_sbatch_that_is_killed_is_one_line(holdfast: Holdfast, submit: Submit) -> None:
-    job = submit()
-    support.wait_until((holdfast.directory / "called").exists, "sbatch runs")
-    [sbatch] = psutil.Process(job.pid).children()
-    sbatch.kill()
-    ended = job.wait()
-    line = "holdfast submit: error: sbatch was killed by SIGKILL; `squeue --me` shows your jobs"
-    assert (ended.code, ended.last) == (1, line)
 
 
 @promise("""engines.submit-slurm-end-at-once: `holdfast submit slurm` returns when the job's script says that the agents

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast, Running
-from tests.e2e.terminal import terminal
 from tests.engines import Engines, Ssh, agent_of
 from tests.promises import promise, proves
 from tests.support import Mailbox
@@ -45,9 +43,6 @@ def test_without_a_server(holdfast: Holdfast) -> None:
     assert (ended.code, sorted(ended.lines)) == (0, ["[node1:0] rank 0 of 2", "[node2:1] rank 1 of 2"]), ended
 
 
-# The run.
-
-
 @promise("""ssh.hosts-starts-agent-host: `--hosts` starts one agent a host, with ranks in the order of the hosts and as
     many workers as each host's number says, in the same directory; every line has its host and rank.""")
 def test_two_hosts_are_one_run(cluster: Ssh) -> None:
@@ -71,22 +66,8 @@ def test_two_hosts_are_one_run(cluster: Ssh) -> None:
 @promise("""ssh.host-beyond-number-nodes: A host beyond the number of nodes stands by, and takes the place of one that
     is lost. A host whose workers take longer than the others wait (`--exit-barrier-timeout`) goes on; if it fails, the
     command fails.""")
-def test_a_host_beyond_the_number_of_nodes_stands_by(cluster: Ssh) -> None:
-    """The job runs once, however short it is."""
-    ended = cluster.run("--hosts=node1,node2", "--nnodes=1", cluster.holdfast.script("print('work')"))
-    assert (ended.code, ended.lines) == (0, ["[node1:0] work"]), ended
-    assert "holdfast: standing by: node2" in ended.own
-
-
-@proves("ssh.host-beyond-number-nodes")
 def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(cluster: Ssh, tmp_path: Path) -> None:
-    running = cluster.work(
-        "wait",
-        options=(
-            "--hosts=node1,node2",
-            "--nnodes=1",
-        ),
-    )
+    running = cluster.work("wait", options=("--hosts=node1,node2", "--nnodes=1"))
     pids = cluster.pids(1)
     os.kill(agent_of(pids[0]), signal.SIGKILL)
     cluster.pids(1)
@@ -94,48 +75,6 @@ def test_a_host_that_stands_by_takes_the_place_of_one_that_is_lost(cluster: Ssh,
     ended = running.wait()
     assert ended.code == 0, ended
     assert ended.lines[-1] == "[node2:0] done 0"
-
-
-@proves("ssh.host-beyond-number-nodes")
-def test_a_host_that_takes_longer_than_the_others_wait_goes_on(cluster: Ssh, tmp_path: Path) -> None:
-    script = cluster.holdfast.script("""
-        import os, sys, time
-        while os.environ["RANK"] == "1" and not os.path.exists(sys.argv[1]):
-            time.sleep(0.05)
-        print("done")
-    """)
-    running = cluster.start("--hosts=node1,node2", "--exit-barrier-timeout=1s", script, str(tmp_path / "go"))
-    waited = "holdfast: node1: timed out after 1 s waiting for other nodes to finish"
-    support.wait_until(lambda: waited in running.so_far().own, "the first host does not wait any longer")
-    support.wait_until(lambda: len(psutil.Process(running.pid).children()) == 1, "its agent has ended")
-    time.sleep(7)  # Longer than the agents of a failed run may take.
-    (tmp_path / "go").touch()
-    ended = running.wait()
-    assert (ended.code, ended.lines) == (0, ["[node1:0] done", "[node2:1] done"]), ended
-
-
-@proves("ssh.line-host-lost-torn")
-def test_a_terminal_shows_the_same_line_of_all_hosts_once(cluster: Ssh) -> None:
-    script = cluster.holdfast.script("""
-        import os, time
-        print("here I am")
-        time.sleep(1)
-        print("step 1")
-    """)
-    with terminal() as (near, far):
-        running = cluster.start("--hosts=node1:2,node2:2", script, stdout=far, stderr=far, env={"TERM": "xterm"})
-        os.close(far)
-        shown = near.read_to_end().replace("\r\n", "\n").splitlines()
-        assert running.wait().code == 0, shown
-    assert [line for line in shown if line.endswith("step 1")] == ["[ranks 0-3] step 1"]
-
-
-def test_lines_without_prefix(cluster: Ssh) -> None:
-    ended = cluster.run("--hosts=node1,node2", "--prefix=never", cluster.holdfast.script("print('bare')"))
-    assert (ended.code, ended.lines) == (0, ["bare", "bare"])
-
-
-# What the hosts are given.
 
 
 @promise("""ssh.env-remote-python-copy: `--env`, `--remote-python` and `--copy` do what they say. A copy is removed at
@@ -160,14 +99,7 @@ def test_the_token_is_in_no_command_line_and_in_no_environment_that_others_can_r
 ) -> None:
     token = "the word of the day"
     secrets = {"HOLDFAST_TOKEN": token, "API_KEY": "hush"}
-    running = cluster.work(
-        "wait",
-        options=(
-            "--hosts=node1,node2",
-            "--env=API_KEY",
-        ),
-        env=secrets,
-    )
+    running = cluster.work("wait", options=("--hosts=node1,node2", "--env=API_KEY"), env=secrets)
     pids = cluster.pids(2)
     everything = support.marked(cluster.holdfast.mark)
     files = [f"/proc/{pid}/cmdline" for pid in everything]
@@ -207,13 +139,7 @@ def test_a_copy_is_run_and_removed(cluster: Ssh, what: str) -> None:
 
 @proves("ssh.env-remote-python-copy")
 def test_a_copy_is_removed_though_the_agent_is_killed(cluster: Ssh) -> None:
-    running = cluster.work(
-        "wait",
-        options=(
-            "--hosts=node1",
-            "--copy=script",
-        ),
-    )
+    running = cluster.work("wait", options=("--hosts=node1", "--copy=script"))
     pids = cluster.pids(1)
     place = Path(f"/proc/{pids[0]}/cwd").resolve()
     assert place.name.startswith("holdfast-copy-")
@@ -223,67 +149,14 @@ def test_a_copy_is_removed_though_the_agent_is_killed(cluster: Ssh) -> None:
     support.wait_until(lambda: not place.exists(), "the copy is removed")
 
 
-# Signals.
-
-
-@proves("ssh.signals-reach-workers-hosts")
-def test_a_second_interrupt_kills_at_once(cluster: Ssh) -> None:
-    running = cluster.work(
-        "ignore",
-        "wait",
-        options=(
-            "--hosts=node1,node2",
-            "--grace-period=1h",
-        ),
-    )
-    cluster.pids(2)
-    running.send(signal.SIGINT)
-    assert cluster.mailbox.take(2) == ["signal SIGINT"] * 2
-    running.send(signal.SIGINT)
-    ended = running.wait()
-    assert ended.code == 130, ended
-    assert re.fullmatch(r"holdfast: stopped by SIGINT; rank \d had to be killed", ended.last)
-
-
-@proves("ssh.signals-reach-workers-hosts")
-def test_an_ignored_hangup_stays_ignored(cluster: Ssh) -> None:
-    running = cluster.work("wait", options=("--hosts=node1",), before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
-    cluster.pids(1)
-    running.send(signal.SIGHUP)
-    support.await_delivery(running.pid)
-    running.send(signal.SIGTERM)
-    assert cluster.mailbox.take(1) == ["signal SIGTERM"]
-    assert running.wait().code == 143
-
-
-@proves("ssh.signals-reach-workers-hosts")
-def test_a_signal_while_hosts_connect(cluster: Ssh) -> None:
-    python = slow_python(cluster)
-    running = cluster.start("--hosts=node1,node2", "--remote-python", python, cluster.holdfast.script(""))
-    support.wait_until(lambda: (cluster.holdfast.directory / "called").exists(), "a host is connecting")
-    running.send(signal.SIGTERM)
-    assert running.process.wait(support.DEADLINE_S) == 143
-    assert running.so_far().last == "holdfast: stopped by SIGTERM"
-    cluster.await_nothing(running)  # The shell on a host may still be starting; it finds its connection ended.
-
-
 def slow_python(cluster: Ssh) -> str:
     source = f"#!/bin/sh\necho Press any key >&2\ntouch {cluster.holdfast.directory}/called\nread line\n"
     return str(cluster.holdfast.directory / cluster.holdfast.script(source, "slow", executable=True))
 
 
-# Ends.
-
-
 @proves("ssh.command-killed-stands-cut")
 def test_a_command_that_stands_still_is_not_waited_for(cluster: Ssh) -> None:
-    running = cluster.work(
-        "wait",
-        options=(
-            "--hosts=node1,node2",
-            "--host-timeout=4s",
-        ),
-    )
+    running = cluster.work("wait", options=("--hosts=node1,node2", "--host-timeout=4s"))
     cluster.pids(2)
     support.halt(running.pid)
     assert cluster.mailbox.take(2) == ["signal SIGTERM"] * 2
@@ -310,13 +183,7 @@ def test_a_script_in_the_place_of_ssh_leaves_nothing(cluster: Ssh) -> None:
 @promise("""ssh.host-agent-killed-network: A host whose ssh or agent is killed, or whose network is cut, is a lost node.
     The run goes on if `--nnodes` allows it, else it ends.""")
 def test_the_run_goes_on_without_a_host_whose_ssh_is_killed(cluster: Ssh) -> None:
-    running = cluster.work(
-        "wait",
-        options=(
-            "--hosts=node1,node2",
-            "--nnodes=1:2",
-        ),
-    )
+    running = cluster.work("wait", options=("--hosts=node1,node2", "--nnodes=1:2"))
     cluster.pids(2)
     os.kill(ssh_of(running, "node1"), signal.SIGKILL)
     cluster.pids(1)
@@ -326,37 +193,6 @@ def test_the_run_goes_on_without_a_host_whose_ssh_is_killed(cluster: Ssh) -> Non
     why = "ssh was killed by signal 9; the run goes on with 1 host, if they can still reach the coordinator there"
     assert f"holdfast: node1 is lost: {why}" in ended.own
     assert "[node2:0] done 0" in ended.lines
-
-
-@proves("ssh.host-agent-killed-network")
-def test_too_few_hosts_end_the_run(cluster: Ssh) -> None:
-    running = cluster.work("wait", options=("--hosts=node1,node2",))
-    cluster.pids(2)
-    os.kill(ssh_of(running, "node2"), signal.SIGKILL)
-    ended = running.wait()
-    reason = "node2 is lost: ssh was killed by signal 9"
-    assert (ended.code, ended.last) == (1, f"holdfast run: error: {reason}"), ended
-    assert f"holdfast: {reason}; 1 host is left, and --nnodes 2 needs 2: the run ends" in ended.own
-
-
-@proves("ssh.failed-run-prints-report")
-def test_a_run_that_is_closed(cluster: Ssh) -> None:
-    """`holdfast stop` on one of the hosts ends all of it."""
-    running = cluster.work(
-        "wait",
-        options=(
-            "--hosts=node1,node2",
-            "--rdzv-id=job7",
-        ),
-    )
-    cluster.pids(2)
-    stopped = cluster.holdfast.start("job7", "--reason=enough", command=(COMMAND, "stop"))
-    assert stopped.process.wait(support.DEADLINE_S) == 0
-    ended = running.wait()
-    assert (ended.code, ended.last) == (94, "holdfast: the run was closed: enough"), ended
-
-
-# Bad input.
 
 
 def failing(cluster: Ssh, *args: str) -> str:
@@ -459,29 +295,6 @@ def test_a_script_that_one_host_does_not_have(cluster: Ssh) -> None:
     assert (ended.code, ended.last) == (1, ended.last), ended
     assert "script 'nosuch.py' does not exist" in ended.last
     assert ended.err.count("FAILED") == 1
-
-
-def test_an_option_that_makes_no_sense_on_the_hosts(cluster: Ssh) -> None:
-    ended = cluster.run("--hosts=node1,node2", "--nproc-per-node=nosuch", cluster.holdfast.script(""))
-    assert ended.code == 2, ended
-    assert re.match(r"holdfast run: error: node[12]: --nproc-per-node: .*nosuch", ended.last)
-
-
-@promise("ssh.run-machine-loads-nothing: A run on this machine loads nothing of it.")
-def test_nothing_of_it_is_loaded_by_a_local_run(cluster: Ssh) -> None:
-    code = """
-import sys
-from holdfast.__main__ import main
-sys.argv = ["holdfast", "run", "--standalone", "job.py"]
-assert main() == 0
-print(sorted(name for name in sys.modules if name.startswith(("holdfast.hosts", "holdfast.cli.run_by_ssh"))))
-"""
-    cluster.holdfast.script("")
-    ended = cluster.holdfast.program(sys.executable, "-c", code)
-    assert (ended.code, ended.lines) == (0, ["[]"]), ended
-
-
-# Steering from this machine, and hosts that come and go.
 
 
 @promise("""ssh.commands-reach-run: On the machine of the command, `holdfast ps` lists its run, and `status`, `logs` and

@@ -91,32 +91,6 @@ def test_a_failure_stops_the_workers_though_nobody_reads_stderr(
     assert text.splitlines()[-1].startswith("Cause: rank 1 exited with code 3")
 
 
-def on_two_nodes(holdfast: Holdfast, mailbox: Mailbox, gate: os.PathLike[str]) -> tuple[str, ...]:
-    endpoint = f"127.0.0.1:{support.free_port()}"
-    place = ("--nnodes=2", "--rdzv-backend=tcp", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two")
-    return (*place, holdfast.script(JOB), str(mailbox), "0", str(gate))
-
-
-@proves("output.unread-stderr-full-pipe")
-def test_a_peers_failure_stops_the_workers_though_nobody_reads_stderr(
-    holdfast: Holdfast, mailbox: Mailbox, full: FullPipe
-) -> None:
-    gate = holdfast.directory / "gate"
-    os.mkfifo(gate)
-    options = on_two_nodes(holdfast, mailbox, gate)
-    nodes = [
-        holdfast.start("--node-rank=0", *options),
-        holdfast.start("--node-rank=1", *options, stderr=full.writer),
-    ]
-    full.hand_over()
-    workers = pids(mailbox, 2)
-    support.open_gate(gate)
-    assert support.survivors(workers.values()) == []
-    text = full.read()
-    assert [node.wait().code for node in nodes] == [1, 1]
-    assert text.index("started 1 worker") < text.index("the round is stopped") < text.index("Cause: rank 0")
-
-
 def ends_within_grace(running: Running, mailbox: Mailbox) -> None:
     workers = pids(mailbox, 2)
     running.send(signal.SIGTERM)

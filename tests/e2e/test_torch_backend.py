@@ -68,17 +68,6 @@ def test_a_restart(holdfast: Holdfast, installed: str) -> None:
 
 
 @proves("adopted-commands.rdzv-backend-torch")
-def test_a_failure_for_good_ends_all_nodes(holdfast: Holdfast, installed: str) -> None:
-    nodes = start_nodes(holdfast, installed, "fail", "2", "--max-restarts", "0")
-    assert [node.process.wait(DEADLINE_S) for node in nodes] == [1, 1], [node.log for node in nodes]
-    logs = "".join(node.log for node in nodes)
-    assert "ChildFailedError" in logs
-    assert "RendezvousClosedError" in logs
-    for node in nodes:
-        node.wait(may_own_traceback=True)  # torchrun prints that of any error.
-
-
-@proves("adopted-commands.rdzv-backend-torch")
 def test_a_lost_node(holdfast: Holdfast, installed: str) -> None:
     """The other one goes on alone."""
     nodes = start_nodes(holdfast, installed, "wait", "1:2", "--rdzv-conf", "last_call_timeout=30")

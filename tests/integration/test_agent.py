@@ -18,23 +18,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent import (
-    LocalElasticAgent,
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-    local,
-)
+from holdfast.agent import LocalElasticAgent, RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState, local
 from holdfast.errors import HoldfastError
 from holdfast.failures.records import Failure
 from holdfast.process import DefaultLogsSpecs, Std
-from holdfast.rendezvous import (
-    RendezvousClosedError,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from holdfast.rendezvous import RendezvousClosedError, RendezvousInfo, RendezvousStoreInfo
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
 from holdfast.rendezvous.solo import SoloCoordination
 from holdfast.rendezvous.static import StandaloneRendezvous, StaticTCPRendezvous
@@ -149,14 +137,14 @@ def entry_of(kind: str, directory: Path) -> tuple[Any, ...]:
     return (support.write_script(directory / "live.sh", LIVE_BASH, executable=True),)
 
 
-LIVES = [(kind, outcome) for kind in ("function", "script", "binary") for outcome in ("success", *ENDS)]
-LIVES.remove(("binary", "raise"))  # It has no exceptions.
+LIVES = [(kind, outcome, 2) for kind in ("function", "script", "binary") for outcome in ("success", *ENDS)]
+LIVES.remove(("binary", "raise", 2))  # It has no exceptions.
+LIVES.append(("function", "exit", 0))
 
 
 @promise("""restarts.failed-group-restarted-max: A failed group is restarted `max_restarts` times, and then the run has
     failed. This holds for functions, scripts and programs.""")
-@pytest.mark.parametrize("max_restarts", [0, 2])
-@pytest.mark.parametrize(("kind", "outcome"), LIVES)
+@pytest.mark.parametrize(("kind", "outcome", "max_restarts"), LIVES)
 def test_lives(tmp_path: Path, mailbox: support.Mailbox, kind: str, outcome: str, max_restarts: int) -> None:
     agent = make_agent(*entry_of(kind, tmp_path), str(mailbox), outcome, max_restarts=max_restarts)
     result = agent.run()
@@ -196,9 +184,6 @@ def test_no_descriptor_is_left_open_after_many_rounds(tmp_path: Path) -> None:
     result = make_agent("false", handler=handler, max_restarts=20, logs_specs=logs).run()
     assert result.is_failed()
     handler.shutdown()
-
-
-# What workers are told.
 
 
 @promise("ranks.environment-real-workers-complete: The environment of real workers is complete and right.")
@@ -242,9 +227,6 @@ def test_the_users_master_and_the_static_world() -> None:
     assert (told[3]["MASTER_ADDR"], told[3]["MASTER_PORT"]) == ("example", "77")
 
 
-# Errors of workers.
-
-
 @promise("""failures.evidence-complete-run-over: The evidence is complete when the run is over: the report has the last
     output of a dying worker.""")
 def test_the_evidence_is_complete_when_the_run_is_over() -> None:
@@ -253,9 +235,6 @@ def test_the_evidence_is_complete_when_the_run_is_over() -> None:
     failure = make_agent("bash", "-c", code, local_world_size=1).run().failures[0]
     assert failure.evidence is not None
     assert failure.evidence.stderr_tail.strip().endswith("line 2000")
-
-
-# Nodes that meet through the handler of somebody else.
 
 
 def told_ranks(results: list[RunResult]) -> dict[int, dict[str, Any]]:
@@ -415,9 +394,6 @@ def test_workers_that_are_not_those_it_started(mailbox: support.Mailbox, caplog:
     with pytest.raises(HoldfastError, match=r"\[trainer\].*UNKNOWN"):
         confused.run()
     assert "should have the pids" in caplog.text
-
-
-# Only the four hooks.
 
 
 class Scripted(SimpleElasticAgent):
@@ -601,9 +577,6 @@ def test_an_error_of_a_hook_comes_out_after_the_shutdown() -> None:
     with pytest.raises(ZeroDivisionError):
         agent.run()
     assert agent.calls == ["start", END]
-
-
-# What is recorded.
 
 
 class Measurements(metrics.MetricHandler):

@@ -72,23 +72,6 @@ def test_another_token(tmp_path: Path) -> None:
     assert others == [f"holdfast run: error: {said}"]
 
 
-@proves("etcd-runs.agent-traffic-encrypted")
-@pytest.mark.parametrize(
-    ("theirs", "ours", "words"),
-    [
-        (SECRET, "", "this coordinator wants a token, and it brings none"),
-        ("", SECRET, "it brings a token, but this coordinator was started without one"),
-    ],
-)
-def test_a_token_on_one_side_only(tmp_path: Path, theirs: str, ours: str, words: str) -> None:
-    with coordinator(tmp_path, env={"HOLDFAST_TOKEN": theirs}) as server:
-        code, lines = run(tmp_path, "--rdzv-endpoint", f"127.0.0.1:{server.port}", HOLDFAST_TOKEN=ours)
-        server.await_line(f"is turned away: {words}")
-    assert code == 1
-    said = f"the coordinator at 127.0.0.1:{server.port} turned this agent away: {words}"
-    assert lines == [f"holdfast run: error: {said}"]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

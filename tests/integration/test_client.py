@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.rendezvous import handler
-from holdfast.rendezvous.api import RendezvousParameters, RendezvousTimeoutError
+from holdfast.rendezvous.api import RendezvousParameters
 from holdfast.rendezvous.client.handshake import Target
 from holdfast.rendezvous.client.thread import Locator
 from holdfast.rendezvous.handler import CoordinatorHandler
@@ -54,7 +54,7 @@ def test_a_coordinator_that_starts_slowly_costs_the_node_that_starts_it_no_place
         monkeypatch.setattr(handler.launch, "host_at", start_slowly)
         first.kill()
         assert begun.wait(30)
-        assert keeps_its_place(a, for_s=6.0)
+        assert keeps_its_place(a, for_s=4.0)
         with coordinator(tmp_path, port=first.port):
             is_ready.set()
             support.wait_until(lambda: is_connected(a), "it is back")
@@ -93,18 +93,6 @@ def test_a_dial_that_was_refused_long_ago_starts_no_coordinator(
     late[0].join(support.DEADLINE_S)
     assert not late[0].is_alive()
     assert late[0] not in hosts  # Another dial may be refused when the coordinator ends.
-
-
-@proves("coordinator.node-workers-waits")
-def test_a_node_that_has_had_no_place_gives_up_after_the_join_timeout(tmp_path: Path) -> None:
-    """Though it was welcome, and `outage_timeout` is longer."""
-    first = CoordinatorProcess(tmp_path)
-    with closing(first), node(first.port, "2", join_timeout=2, outage_timeout=60) as a:
-        waiting = Caller(a.next_rendezvous)
-        support.wait_until(lambda: a._client and is_connected(a), "a welcome")
-        first.kill()
-        with pytest.raises(RendezvousTimeoutError, match=r"could not reach .* within 2 s"):
-            waiting.result()
 
 
 class Moving(Locator):

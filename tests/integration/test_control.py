@@ -71,9 +71,6 @@ def asked(path: str, request: Mapping[str, Any], timeout_s: float = 2.0) -> dict
     return ask.Question(path, request, timeout_s).answer(timeout_s)
 
 
-# Agents.
-
-
 def at_the_gate(directory: str) -> None:
     """Rank 1 fails in its first life, once its gate was opened."""
     holdfast.progress(step=1200)
@@ -149,11 +146,8 @@ def test_the_run_goes_on_without_a_place_for_the_socket(
     assert "no control socket, so `holdfast status` and others will not find this agent: " in told.getMessage()
 
 
-# Commands.
-
-
 def test_a_table_of_commands(serve: Callable[..., ControlSocket]) -> None:
-    path = serve(echo=lambda request: request["words"], fail=lambda request: {}["x"]).path
+    path = serve(echo=lambda request: request["words"], fail=lambda request: dict[str, int]()["x"]).path
     assert asked(path, {"command": "echo", "words": [1, "ä"]}) == {"result": [1, "ä"]}
     assert asked(path, {"command": "fail"}) == {"error": "KeyError: 'x'"}
     assert asked(path, {"command": "dance"}) == {"error": "unknown command; known commands: echo, fail, status"}
@@ -239,21 +233,6 @@ def test_slow_commands_delay_no_other_one(serve: Callable[..., ControlSocket]) -
     assert [each.answer(30) for each in waiting] == [{"result": True}] * len(waiting)
 
 
-def test_without_a_thread_a_slow_command_is_refused_and_later_served(
-    serve: Callable[..., ControlSocket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = serve(slow=("wait",), wait=lambda request: threading.current_thread().name)
-
-    def fail(**options: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(control.threading, "Thread", fail)
-        for _ in range(control._SLOW_AT_ONCE + 1):
-            assert asked(made.path, {"command": "wait"}, 30) == {"error": "can't start new thread"}
-    assert asked(made.path, {"command": "wait"}, 30) == {"result": "holdfast-query"}
-
-
 @proves("status.slow-clients-junk-lack")
 def test_without_descriptors_nothing_spins(
     serve: Callable[..., ControlSocket], monkeypatch: pytest.MonkeyPatch
@@ -281,9 +260,6 @@ def test_without_descriptors_nothing_spins(
         for client in (first, second):
             client.settimeout(support.DEADLINE_S)
             assert b"job7" in client.recv(1000)
-
-
-# Where it is.
 
 
 def test_the_name(serve: Callable[..., ControlSocket], home: Path) -> None:
@@ -504,9 +480,6 @@ def test_nothing_is_left_at_the_end(home: Path, no_descriptor_leak: None) -> Non
     assert "holdfast-control" not in [thread.name for thread in threading.enumerate()]
 
 
-# The end.
-
-
 def fail_at_the_gate(directory: str, code: int) -> None:
     if os.environ["RANK"] == "1":
         with open(f"{directory}/gate"):
@@ -558,12 +531,3 @@ def test_a_reader_that_stands_still_does_not_hold_up_the_end(
         made.tell_end(lambda: "x" * (1 << 20))  # More than a socket holds.
         assert len(told.result()["result"]) == 1 << 20
     stuck.close()
-
-
-def test_a_socket_that_is_closed_says_nothing_of_an_end(serve: Callable[..., ControlSocket]) -> None:
-    made = serve()
-    question = ask.Question(made.path, {"command": "end"})
-    asked(made.path, {"command": "status"}, 30)
-    made.close()
-    with pytest.raises(ValueError, match="without an end"):
-        question.answer(support.DEADLINE_S)

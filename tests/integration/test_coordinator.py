@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import _socket
 import contextlib
-import itertools
 import logging
 import os
 import signal
@@ -12,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -22,15 +19,14 @@ import psutil
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client import handshake, reachability
 from holdfast.rendezvous.coordinator import launch
 from holdfast.rendezvous.handler import CoordinatorHandler
-from holdfast.rendezvous.membership import model, protocol
-from holdfast.rendezvous.membership.model import Settings, Stop
+from holdfast.rendezvous.membership import model
+from holdfast.rendezvous.membership.model import Settings
 from tests import support
-from tests.coordinators import Caller, CoordinatorProcess, Peer, await_push, coordinator, form, listener, node
+from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, form, listener, node
 from tests.promises import promise, proves
 
 
@@ -56,45 +52,6 @@ def refusal(handler: CoordinatorHandler) -> str:
     return str(caught.value)
 
 
-# Rounds.
-
-
-@proves("nodes.newest-snapshot-all-can-load")
-def test_nodes_are_told_which_snapshot_to_load(server: CoordinatorProcess) -> None:
-    common, newer = model.SnapshotId(1, 1, 7, 2), model.SnapshotId(1, 1, 8, 2)
-    with node(server.port, "2", rank=0) as a, node(server.port, "2", rank=1) as b:
-        a.held, a.snapshot_port = (model.Held(common, ((0, 2),)), model.Held(newer, ((0, 1),))), 4711
-        for each in (a, b):
-            each.join()
-        places = [await_push(each, model.Sealed).place for each in (a, b)]
-    sources = (model.Source((1, 1), "127.0.0.1", 4711),)
-    assert [each.chosen for each in places] == [model.Chosen(common), model.Chosen(common, sources)]
-
-
-@proves("nodes.agreed-step-kept-by-all")
-def test_nodes_agree_on_a_step_to_write(server: CoordinatorProcess) -> None:
-    with node(server.port, "2", snapshot_every=0.001) as a, node(server.port, "2", snapshot_every=0.001) as b:
-        form(a, b)
-        answers = (model.SavedSteps(5), model.SavedSteps(6, 6), model.SavedSteps(6, 6, 6))
-        orders = (model.KeepFrom(1, 6), model.Agreed(1, 6, to_disk=True), model.Complete(1, (1, 1, 6)))
-        for steps, order in zip(answers, orders, strict=True):
-            for each in (a, b):
-                each.report_steps(1, steps)
-            assert [await_push(each, type(order)) for each in (a, b)] == [order, order]
-
-
-def test_it_tells_who_stands_by_and_how_a_run_ended(server: CoordinatorProcess) -> None:
-    settings = Settings(1, 1, close_linger_s=0.3)
-    with Peer(server.port) as first, Peer(server.port) as second:
-        first.enter(name="first").join("first", settings)
-        first.await_kind(model.Sealed)
-        second.enter(name="second").join("second", settings)
-        server.await_line("to second/0: round 1 runs with 1 node, this node stands by")
-        first.send(protocol.Succeeded(1))
-        second.await_kind(model.Ended)
-    server.await_line("is over: all workers have succeeded")
-
-
 @promise("""coordinator.node-rank-holds-master: The node of rank 0 holds the master port, at all its addresses: no other
     process can be given it at one of them.""")
 def test_the_master_port_is_held_by_the_node_of_rank_0(server: CoordinatorProcess) -> None:
@@ -117,10 +74,7 @@ def test_a_node_of_another_run_is_refused_at_once(tmp_path: Path, token: str) ->
     with coordinator(tmp_path, *options) as server, node(server.port, "1", "one", **config) as a:
         form(a)
         for _ in range(2):
-            with (
-                node(server.port, "1", "two", **config) as b,
-                pytest.raises(RendezvousConnectionError, match=words),
-            ):
+            with node(server.port, "1", "two", **config) as b, pytest.raises(RendezvousConnectionError, match=words):
                 Caller(b.next_rendezvous).result(5)
         assert not a.is_closed()
 
@@ -139,23 +93,6 @@ def test_runs_are_served_one_after_another(server: CoordinatorProcess) -> None:
     with node(server.port, "1", "three") as c:
         assert form(c)[0].number == 1
     server.await_line("run 'two' is over: no node is there any more")
-
-
-@proves("coordinator.close-doubtful-gives-place")
-def test_after_junk_a_place_is_given_away_when_the_lease_is_over(server: CoordinatorProcess) -> None:
-    """The junk may come from the path, and the close may be lost: the node's workers live on until its lease ends."""
-    settings = Settings(2, 2, lease_s=3.0, drop_timeout_s=0.2)
-    with Peer(server.port) as a, Peer(server.port) as b:
-        a.enter(name="a").join("a", settings)
-        b.enter(name="b").join("b", settings).await_kind(model.Sealed)
-        a.sock.sendall(b"\xff" * 64)
-        assert a.is_hung_up()
-        began = time.monotonic()
-        beats = itertools.count(1)
-        while (stop := b.receive_or_none(0.5)) is None or not isinstance(stop, Stop):
-            b.send(protocol.Heartbeat(next(beats)))
-        assert stop.reason == "a is lost: its connection closed and it was not back within 3 s"
-        assert time.monotonic() - began > 2.5
 
 
 def only_the_end_is_left(home: Path) -> bool:
@@ -179,9 +116,6 @@ def test_a_node_at_a_loopback_address_is_refused_among_others(server: Coordinato
         Caller(b.next_rendezvous).result()
 
 
-# Where it listens.
-
-
 @promise("""coordinator.listens-endpoint-address: The coordinator listens only at the endpoint's address, and not before
     it can answer.""")
 def test_it_listens_at_the_given_address_and_nowhere_else(server: CoordinatorProcess) -> None:
@@ -193,20 +127,6 @@ def test_it_listens_at_the_given_address_and_nowhere_else(server: CoordinatorPro
     assert [tuple(address) for address in listening] == [("127.0.0.1", server.port)]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", server.port), 5)
-
-
-@proves("coordinator.listens-endpoint-address")
-def test_one_that_an_agent_starts_listens_at_the_endpoint_only(tmp_path: Path, own_home: None) -> None:
-    port = support.free_port()
-    with node(port, is_host=None) as a:
-        form(a)
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), 5)
-        a.set_closed()
-    await_free(port)
-
-
-# Wrong ends of the line.
 
 
 class Quiet(BaseHTTPRequestHandler):
@@ -251,72 +171,10 @@ def test_something_else_that_speaks_first(says: bytes) -> None:
         assert refusal(a) == f"127.0.0.1:{port} answers, but it is not a holdfast coordinator"
 
 
-@proves("coordinator.nothing-listens-answers-yet")
-@pytest.mark.usefixtures("hasty")
-def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
-    port = support.free_port()
-    expected = pytest.raises(RendezvousTimeoutError)
-    with caplog.at_level(logging.WARNING), node(port, join_timeout=3) as a, expected as caught:
-        Caller(a.next_rendezvous).result()
-    assert str(caught.value) == (f"could not reach 127.0.0.1:{port} within 3 s; the last attempt: Connection refused")
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert told[0].startswith(f"cannot reach 127.0.0.1:{port}: Connection refused (tried ")
-
-
-def test_a_name_that_does_not_resolve_without_a_port() -> None:
-    with node(0, endpoint="does-not-exist.invalid", resolve_timeout=0.2) as a:
-        said = refusal(a)
-    assert said.startswith(
-        "the endpoint does-not-exist.invalid:29400: the name 'does-not-exist.invalid' does not resolve"
-    )
-
-
-@pytest.mark.usefixtures("hasty")
-def test_a_name_that_stops_to_resolve_before_the_first_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    with node(1, endpoint="does-not-exist.invalid:1", local_addr="127.0.0.1") as a:
-        assert "the name 'does-not-exist.invalid' does not resolve" in refusal(a)
-
-
-def test_a_host_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user says that this node hosts, and it cannot."""
-    monkeypatch.setattr(
-        handshake.Target,
-        "_reach",
-        lambda self: (_ for _ in ()).throw(ConnectionRefusedError(111, "Connection refused")),
-    )
-    with node(1, endpoint="192.0.2.1:29400", local_addr="127.0.0.1", is_host=True) as a:
-        assert refusal(a) == (
-            "is_host is true, but this node cannot listen at 192.0.2.1:29400: that is not an address of this host"
-        )
-
-
 def test_an_address_that_only_others_can_use(server: CoordinatorProcess) -> None:
     with node(server.port, local_addr="192.0.2.9") as a:
         (found,) = form(a)
         assert found.found.bootstrap_store_info.master_addr == "192.0.2.9"
-
-
-@proves("output.name-server-answer-delays")
-def test_a_name_as_the_nodes_address_is_looked_up_once(
-    server: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second round is joined from the agent's loop, which must not wait for a name server."""
-    bound: list[str] = []
-    bind = endpoints._bound_port
-
-    def bind_port(host: str) -> _socket.socket:
-        bound.append(host)
-        return bind(host)
-
-    monkeypatch.setattr(endpoints, "_bound_port", bind_port)
-    with node(server.port, local_addr="localhost") as a:
-        found = [form(a)[0].found for _ in range(2)]
-    assert [each.bootstrap_store_info.master_addr for each in found] == ["localhost", "localhost"]
-    assert bound == ["127.0.0.1"] * 4, "two ports in each round"
-
-
-# The agent that hosts.
 
 
 @pytest.fixture
@@ -391,9 +249,6 @@ def test_a_host_that_cannot_look_up_the_endpoint_for_a_moment(monkeypatch: pytes
         support.wait_until(a.is_closed, "the end")
 
 
-# Handlers that cannot go on.
-
-
 @promise("""coordinator.node-joins-gave-shutdown: A node that joins again after it gave up, or after a shutdown, gets
     the reason why it cannot. A moment in which the endpoint cannot be bound ends nothing.""")
 @pytest.mark.usefixtures("hasty")
@@ -441,60 +296,6 @@ def test_a_node_that_joins_imports_only_what_it_needs(server: CoordinatorProcess
     assert ended.stdout == "\n"
 
 
-@pytest.mark.usefixtures("own_home")
-def test_modules_in_the_working_directory_do_not_reach_the_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "asyncio.py").write_text("raise SystemExit('the wrong asyncio')")
-    monkeypatch.chdir(tmp_path)
-    with node(0, is_host=None) as a:
-        assert form(a)[0].number == 1
-        a.set_closed()
-        support.wait_until(a.is_closed, "the end")
-
-
-# Restarts.
-
-
-@proves("coordinator.killed-continues-run-workers")
-def test_a_coordinator_that_was_killed_and_started_again_goes_on(tmp_path: Path) -> None:
-    first = CoordinatorProcess(tmp_path, port=support.free_port())
-    try:
-        times = {"lease": 2, "reconnect_grace": 2}
-        with node(first.port, "2:3", **times) as a, node(first.port, "2:3", **times) as b:
-            assert [each.number for each in form(a, b)] == [1, 1]
-            first.kill()
-            with coordinator(tmp_path, port=first.port) as second, node(first.port, "2:3", **times) as c:
-                reached = [handler._client.reach for handler in (a, b) if handler._client]
-                support.wait_until(lambda: all(each.since is None for each in reached), "both are back")
-                assert a.take() == b.take() == []  # Nothing was stopped.
-                joining = Caller(form, c)
-                pushes = support.wait_until(a.take, "the round is stopped for the newcomer")
-                assert [type(each) for each in pushes] == [Stop]
-                rounds = form(a, b) + joining.result()
-                assert {each.number for each in rounds} == {2}
-                assert {each.found.world_size for each in rounds} == {3}
-                second.await_line("round 2 begins with 3 nodes")
-    finally:
-        first.close()
-
-
-@proves("coordinator.node-workers-waits")
-def test_a_coordinator_that_is_away_for_longer_than_the_join_timeout(tmp_path: Path) -> None:
-    first = CoordinatorProcess(tmp_path, port=support.free_port())
-    try:
-        with node(first.port, join_timeout=3, outage_timeout=60, lease=2) as a:
-            assert form(a)[0].number == 1
-            first.kill()
-            assert a._client is not None
-            away, coming = a._client.reach, Caller(form, a)
-            support.wait_until(lambda: away.since and time.monotonic() > away.since + 4, "the join timeout is over")
-            with coordinator(tmp_path, port=first.port):
-                assert coming.result()[0].number == 2
-    finally:
-        first.close()
-
-
 # Holds up an import until somebody opens the gate.
 SLOW_IMPORT = """
     import sys
@@ -528,29 +329,6 @@ def test_nobody_can_connect_before_it_is_ready_to_answer(tmp_path: Path, mailbox
         process.close()
 
 
-@proves("coordinator.memory-file-private-used")
-def test_junk_where_its_memory_should_be(tmp_path: Path) -> None:
-    first = CoordinatorProcess(tmp_path, port=support.free_port())
-    try:
-        with node(first.port, lease=2, reconnect_grace=2) as a:
-            form(a)
-            (state,) = tmp_path.glob("holdfast-*/*.json")
-            first.kill()
-            state.write_bytes(b'{"boot_id": 5, "memory": []}')
-            with coordinator(tmp_path, port=first.port) as second:
-                assert a._client is not None
-                client = a._client
-                support.wait_until(lambda: client.reach.since is None, "it is back")
-                assert a.take() == []
-                second.await_line("what was written down about run ")
-                assert form(a)[0].number == 2
-    finally:
-        first.close()
-
-
-# The end.
-
-
 @proves("coordinator.ends-run-node-connected")
 def test_it_ends_when_nobody_has_been_there(tmp_path: Path) -> None:
     process = CoordinatorProcess(tmp_path, "--idle-timeout", "0.3")
@@ -575,7 +353,7 @@ def test_it_ends_with_its_run(tmp_path: Path) -> None:
         process.close()
 
 
-ENDINGS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+ENDINGS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 
 
 @proves("coordinator.ends-run-node-connected")
@@ -613,21 +391,10 @@ def writer_of(pipe: Path) -> int | None:
         return None
 
 
-# The command.
-
-
 def command(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "holdfast", "coordinator", *options], capture_output=True, text=True, timeout=60
     )
-
-
-def test_help() -> None:
-    ended = command("--help")
-    assert ended.returncode == 0
-    for word in ("--listen [HOST:]PORT", "--token-file", "--tls-cert", "--tls-ca", "--idle-timeout", "HOLDFAST_TOKEN"):
-        assert word in ended.stdout
-    assert "--fd" not in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -662,17 +429,6 @@ def test_a_port_that_is_taken(server: CoordinatorProcess) -> None:
         ended = command("--listen", address)
         assert ended.returncode == 1
         assert ended.stderr == f"holdfast coordinator: error: cannot listen at {address}: {reason}\n"
-
-
-@proves("coordinator.memory-file-run-address")
-def test_two_of_one_port_at_different_addresses_do_not_share_their_memory(tmp_path: Path) -> None:
-    """The second one would wait for the members of the first one's round."""
-    port = support.free_port()
-    with coordinator(tmp_path, port=port) as first, coordinator(tmp_path, port=port, address="127.0.0.2") as second:
-        for host, process in (("127.0.0.1", first), ("127.0.0.2", second)):
-            with Peer(process.port, host) as peer:
-                peer.enter().join("a", Settings(1, 1))
-                assert peer.await_kind(model.Sealed).place.round == 1
 
 
 @proves("coordinator.ends-run-node-connected")

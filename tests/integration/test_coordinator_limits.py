@@ -20,9 +20,9 @@ from holdfast.rendezvous.client.visitor import Visitor
 from holdfast.rendezvous.coordinator import connection, served_run
 from holdfast.rendezvous.coordinator import server as servers
 from holdfast.rendezvous.coordinator.limits import MIB, Limits
-from holdfast.rendezvous.membership import frames, model, protocol
+from holdfast.rendezvous.membership import frames, protocol
 from holdfast.rendezvous.membership.frames import encode
-from holdfast.rendezvous.membership.model import NodeFacts, Settings
+from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import coordinators, support
 from tests.coordinators import CoordinatorProcess, Peer, coordinator_thread, form, listener, node
@@ -98,19 +98,6 @@ def test_junk_instead_of_a_hello_after_it_and_after_a_join(server: CoordinatorPr
                 assert peer.is_hung_up(), junk
 
 
-@proves("coordinator.client-sends-junk-much")
-def test_what_one_node_says_is_not_too_long_for_the_others(tmp_path: Path) -> None:
-    """The reason why a node is refused is told to those that wait, who take no longer texts than anybody does."""
-    with limited(tmp_path) as port, member(port) as waiting:
-        waiting.ask("check", "anything")
-        policy = RestartPolicy(fatal_exceptions=frozenset(f"E{number:03}" + "x" * 250 for number in range(200)))
-        with member(port, "b", Settings(2, 2, lease_s=60.0, policy=policy)) as intruder:
-            assert intruder.await_kind(model.Refused).reason.endswith(" ...")
-        assert waiting.await_kind(model.Notice).text.startswith("node b was turned away: --fatal-exceptions E000")
-        waiting.send(protocol.Heartbeat(1))
-        assert waiting.await_kind(protocol.HeartbeatAnswer).number == 1
-
-
 # Strangers and silent ones.
 
 HELLO = encode(protocol.Hello(protocol.MAJOR, "run", bytes(32)))
@@ -163,9 +150,6 @@ def is_closed(guest: Visitor) -> bool:
         return False
 
 
-# Greedy ones.
-
-
 @proves("coordinator.client-sends-junk-much")
 def test_a_client_that_never_reads(server: CoordinatorProcess, honest: Settings) -> None:
     """It gets its answers no faster than it reads them, and is not read from meanwhile."""
@@ -177,38 +161,6 @@ def test_a_client_that_never_reads(server: CoordinatorProcess, honest: Settings)
         with pytest.raises(TimeoutError):
             peer.sock.sendall(requests)
         assert server.memory_bytes - before < 64 * MIB
-
-
-@proves("coordinator.connection-holds-slice-time")
-def test_many_questions_at_once_are_all_answered(tmp_path: Path) -> None:
-    """Heartbeats, large values, and requests that one set wakes."""
-    with limited(tmp_path) as port, member(port) as peer, member(port, "b") as setting:
-        peer.send(*(protocol.Heartbeat(number) for number in range(2000)))
-        assert [peer.await_kind(protocol.HeartbeatAnswer).number for _ in range(2000)] == list(range(2000))
-        peer.send(*(protocol.StoreRequest(b"x", at, "get", ("k",), timeout_s=60.0) for at in range(1000)))
-        peer.ask("check", "anything")
-        setting.ask("set", "k", values=(b"v",))
-        assert [peer.await_kind(protocol.StoreAnswer).number for _ in range(1000)] == list(range(1000))
-        peer.ask("set", "large", values=(bytes(MIB - 1000),))
-        peer.send(*(protocol.StoreRequest(b"x", number, "get", ("large",)) for number in range(40)))
-        answers = [peer.await_kind(protocol.StoreAnswer) for _ in range(40)]
-        assert {(answer.number, len(answer.values[0])) for answer in answers} == {(at, MIB - 1000) for at in range(40)}
-
-
-@proves("coordinator.store-bound-request-most")
-def test_half_messages_of_strangers_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with limited(tmp_path, held_bytes=3 << 19) as port, member(port) as modest, contextlib.ExitStack() as stack:
-        half = encode(protocol.StoreRequest(b"", 1, "set", ("k",), (bytes(1 << 19),)))[:-1]
-        modest.sock.sendall(half)
-        for number in range(4):
-            with contextlib.suppress(ConnectionError):
-                stack.enter_context(Peer(port)).enter(name=f"{number}").sock.sendall(half)
-        await_line(caplog, "has sent more than can be taken (1 MiB of all strangers), and is cut off")
-        modest.sock.sendall(b"\0")
-        assert modest.await_kind(protocol.StoreAnswer).problem == ""
-
-
-# Many.
 
 
 @promise("""coordinator.strangers-use-connections: Strangers cannot use up connections or descriptors; a connection that
@@ -267,20 +219,6 @@ def test_connections_that_come_and_go_leave_nothing(server: CoordinatorProcess, 
             if number % 2:
                 peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     support.wait_until(lambda: server.descriptors <= before, "its descriptors are closed again")
-
-
-@promise("""coordinator.messages-older-connection: Messages on an older connection of a node are dropped. A connection
-    that a newer incarnation supersedes is closed, and its heartbeats are not answered. The memory needed for that is
-    bounded.""")
-def test_a_node_that_connects_twice_is_served_on_the_newer_connection(tmp_path: Path) -> None:
-    """The older one may look open to the coordinator for a while."""
-    settings = Settings(1, 1, lease_s=60.0)
-    with limited(tmp_path) as port, member(port, settings=settings) as old, Peer(port) as new:
-        place = old.await_kind(model.Sealed).place
-        new.enter().send(protocol.Return(NodeFacts("a"), settings, place, model.Stage.RUNNING))
-        assert old.is_hung_up()
-        new.send(protocol.Heartbeat(1))
-        assert new.await_kind(protocol.HeartbeatAnswer).number == 1
 
 
 def test_an_agent_that_dialled_another_address(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ promises is in test_stores.py."""
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -36,19 +35,6 @@ def clients(server: CoordinatorProcess) -> Iterator[list[Store]]:
     with node(server.port, "3") as a, node(server.port, "3") as b, node(server.port, "3") as c:
         rounds = sorted(form(a, b, c), key=lambda each: each.found.rank)
         yield [each.found.store for each in rounds]
-
-
-def test_a_client_waits_for_another_one(clients: list[Store]) -> None:
-    """An answer does not wait for one that takes longer."""
-    a, b, c = clients
-    a.wait([])
-    waiting = [Caller(a.get, "x"), Caller(b.get, "x"), Caller(a.wait, ["x", "y"]), Caller(a.wait, ["x"], timedelta.max)]
-    a.set("at once", "")
-    assert a.get("at once") == b""
-    assert all(each.is_alive() for each in waiting)
-    c.set("x", "here")
-    c.add("y", 1)
-    assert [each.result() for each in waiting] == [b"here", b"here", None, None]
 
 
 TOO_LARGE: list[tuple[Any, str]] = [
@@ -87,19 +73,6 @@ def test_more_keys_and_values_than_fit_into_a_message(clients: list[Store]) -> N
     assert b.multi_get(keys) == [key[-4:].encode() * 60 for key in keys]
     with pytest.raises(StoreTimeoutError, match=r"timed out after 0.1 s waiting for 'round/1/no', 'round/1/never'$"):
         a.wait([*keys, "no", "never"], SHORT)
-
-
-@proves("coordinator.synchronize-get-barrier-10")
-def test_synchronize_two_hundred_ranks_with_much_data(clients: list[Store]) -> None:
-    """Over three connections; what one rank reads is more than fits into a message. Then all meet at a barrier."""
-    data = [bytes([rank]) * 6000 for rank in range(200)]
-    callers = [Caller(stores.synchronize, clients[rank % 3], data[rank], rank, 200, "much/") for rank in range(200)]
-    assert all(each.result() == data for each in callers)
-    for each in [Caller(stores.barrier, store, 3, "all") for store in clients]:
-        each.result()
-
-
-# Connections that break.
 
 
 @pytest.fixture
@@ -184,20 +157,3 @@ def test_whoever_waits_when_the_node_leaves_is_told(server: CoordinatorProcess) 
         waiting.result()
     with pytest.raises(RendezvousConnectionError, match="the connection to the coordinator is closed"):
         store.set("too", "late")
-
-
-def test_many_threads_share_one_connection(clients: list[Store]) -> None:
-    """Answers find their questions, whatever the order in which they come."""
-    started = threading.Barrier(8)
-
-    def ask(number: int) -> bool:
-        started.wait()
-        for turn in range(30):
-            key = f"{number}/{turn}"
-            clients[0].set(key, key)
-            if clients[1].get(key) != key.encode() or clients[0].get(key) != key.encode():
-                return False
-        return True
-
-    callers = [Caller(ask, number) for number in range(8)]
-    assert all(each.result() for each in callers)

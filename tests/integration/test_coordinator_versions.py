@@ -50,9 +50,6 @@ def frame(value: Any) -> bytes:
     return struct.pack("!I", len(body)) + body
 
 
-# Another major.
-
-
 @proves("coordinator.wrong-endpoint-ends-first", "etcd-runs.coordinator-port-host-false")
 def test_a_coordinator_of_another_version() -> None:
     challenge = encode(protocol.Challenge(99, b"its own kind of nonce", False))
@@ -74,9 +71,6 @@ def test_an_agent_of_another_version(server: CoordinatorProcess) -> None:
         assert peer.is_hung_up()
     server.await_line("is turned away: it speaks version 99")
     assert len(server.lines("turned away")) == 1
-
-
-# Another minor.
 
 
 @promise("""coordinator.agents-minor-version-work: Agents and coordinators of another minor version work together:

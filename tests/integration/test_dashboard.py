@@ -9,6 +9,7 @@ import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,14 +49,11 @@ def end(scene: Scene, *shown: Dashboard) -> None:
         assert each.wait() == 0, each.said
 
 
-def all_run(picture: dict) -> bool:
+def all_run(picture: dict[str, Any]) -> bool:
     return picture["run"]["sentence"] == "All 4 workers are running."
 
 
 NOW = ("--linger", "0")
-
-
-# What it shows.
 
 
 @promise("""dashboard.page-shows-run-sentence: The page shows the run's sentence, each node and worker, rounds with what
@@ -193,9 +191,6 @@ def test_a_run_on_one_host_without_a_coordinator(scene: Scene) -> None:
     assert dashboard.wait() == 0
 
 
-# Who may do what.
-
-
 @pytest.fixture
 def staged() -> Iterator[Dashboard]:
     """The real server in this process, and a stand-in for the run."""
@@ -275,9 +270,6 @@ def test_an_address_that_others_can_reach_needs_the_token(scene: Scene, token: s
     end(scene, dashboard)
 
 
-# Bad input and bounds.
-
-
 @proves("dashboard.port-taken-package-missing")
 def test_what_is_wrong_is_one_line(scene: Scene) -> None:
     program = "holdfast dashboard: error: "
@@ -304,16 +296,6 @@ def test_a_port_that_is_taken(scene: Scene) -> None:
         first.await_line(f"no dashboard: cannot listen at {address}: the port is taken")
         end(scene)
     assert sum(node.log.count("no dashboard") for node in scene.nodes) == 1, "one warning"
-
-
-@proves("dashboard.port-taken-package-missing")
-def test_without_the_packages(scene: Scene) -> None:
-    broken = scene.home / "broken"
-    broken.mkdir()
-    (broken / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\", name='uvicorn')")
-    reason = "the package uvicorn is missing: pip install 'holdfast[dashboard]'"
-    env = {"PYTHONPATH": str(broken)}
-    assert dashboards.refused(scene, code=1, env=env) == f"holdfast dashboard: error: {reason}"
 
 
 @proves("dashboard.many-pages-cost-run")
@@ -389,9 +371,6 @@ def test_a_page_that_does_not_read_does_not_hold_up_others(staged: Dashboard) ->
         page.until(lambda picture: picture["run"]["round"] == 1)
         page.next("change")
         page.close()
-
-
-# Beside an agent.
 
 
 @promise("""dashboard.node-group-rank-serves: With `--dashboard` the node with group rank 0 serves. Agents exit as

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import logging
-import random
 import re
 import socket
 import threading
@@ -118,9 +117,6 @@ def own_threads() -> list[str]:
     return [each.name for each in found if each.name.startswith("holdfast-")]
 
 
-# A run and its end.
-
-
 @promise("""etcd-runs.run-key-thread-process: After a run no key, thread or process of it is left: at once, also if
     nodes had left it; after `close_linger`, if one was lost or there was room for more. If all processes are killed,
     the memory stays for about a minute.""")
@@ -191,9 +187,6 @@ def test_a_memory_that_is_lost_while_the_run_goes_on(place: Place) -> None:
         assert after
         assert after.term > before.term
         close(a, b)
-
-
-# How the coordinator is found, and who starts it.
 
 
 @pytest.fixture
@@ -338,46 +331,6 @@ def test_the_lease_of_a_coordinator_that_ended_during_an_outage_is_revoked_after
         relay.close()
 
 
-@proves("etcd.write-answer-lost-sent")
-def test_a_leader_key_whose_answer_was_lost_is_this_nodes(etcd: EtcdServer, place: Place) -> None:
-    """The request is sent again, and finds the key that it has created."""
-    proxy = Relay(etcd.get_port())
-    proxy.is_deaf = True
-    locator = locator_of(place, f"127.0.0.1:{proxy.port},{place.endpoint}")
-    mine = Leader("127.0.0.1", 1, "mine", 8)
-    assert locator._create(mine, place.gateway.grant_lease(60)) == mine
-    locator.stop()
-    proxy.close()
-
-
-def test_a_look_that_is_not_wanted_any_more_starts_no_coordinator(place: Place) -> None:
-    """A node that looked for its coordinator has heard meanwhile that the run is over."""
-    locator = locator_of(place, place.endpoint)
-    locator.locate(7, 1, lambda: False, lambda: pytest.fail("there is none to be found"))
-    support.wait_until(lambda: not own_threads(), "the end of the look")
-    assert not place.left()
-    locator.stop()
-
-
-@proves("etcd-runs.leader-key-vanishes-few")
-def test_a_node_that_waits_for_its_turn_finds_the_coordinator_of_another(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is the turn of this one of a thousand nodes after 0.3 s. It looks again then, and does not campaign."""
-    monkeypatch.setattr(random, "random", lambda: 0.008)
-    monkeypatch.setattr(EtcdLocator, "_campaign", lambda *_: pytest.fail("there is a coordinator"))
-    locator, found = locator_of(place, place.endpoint), threading.Event()
-    locator.locate(7, 1000, lambda: True, found.set)
-    support.wait_until(lambda: locator._candidacy._turn_at, "a vacancy that is noticed")
-    place.gateway.put(place.leader_key, keeper.encode_leader(Leader("127.0.0.1", 1, "another", 8, boot_id=boot_id())))
-    assert found.wait(30)
-    assert locator.target().port == 1
-    locator.stop()
-
-
-# What it costs etcd.
-
-
 def requests(place: Place) -> float:
     with urlopen(f"http://{place.endpoint}/metrics", timeout=10) as answer:
         text = answer.read().decode()
@@ -399,9 +352,6 @@ def test_at_rest_only_the_coordinator_talks_to_etcd(count: int) -> None:
         assert took_s * 0.5 < done < took_s + 2
         close(*handlers)
         support.wait_until(lambda: not place.left(), "the end of the coordinator, while it can tell etcd")
-
-
-# What cannot be reached.
 
 
 @promise("""etcd-runs.unreachable-etcd-reported: An unreachable etcd is reported within seconds, and retried without a
@@ -454,9 +404,6 @@ def test_shutting_down_does_not_wait_for_an_etcd_that_is_gone() -> None:
     support.wait_until(lambda: not own_threads(), "the end of all threads")
 
 
-# TLS.
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return make_certificates(tmp_path_factory.mktemp("certificates"))
@@ -479,11 +426,7 @@ def hidden(secured: EtcdServer, certificates: Certificates) -> Iterator[Place]:
     `agent_tls=off`. A token keeps out agents that do not have it.""")
 def test_tls_to_etcd_and_between_agents(hidden: Place, certificates: Certificates) -> None:
     """One certificate for both, good for a server and for a client."""
-    files = {
-        "tls_ca": certificates.ca_pem,
-        "tls_cert": certificates.server_pem,
-        "tls_key": certificates.server_key,
-    }
+    files = {"tls_ca": certificates.ca_pem, "tls_cert": certificates.server_pem, "tls_key": certificates.server_key}
     with hidden.node("2", **files) as a, hidden.node("2", **files) as b:
         form(a, b)
         leader = hidden.leader()

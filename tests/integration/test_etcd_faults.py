@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -80,9 +80,6 @@ def fail_once_and_end(scene: Scene, after: int = 1) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-# The coordinator and its host.
-
-
 @promise("""etcd-runs.loss-once-costs-round: The loss of both at once costs a round and no restart, after at most two
     leader leases and one node lease.""")
 def test_the_coordinator_and_its_agent_are_lost_at_once(scene: Scene) -> None:
@@ -129,26 +126,6 @@ def test_a_coordinator_that_is_frozen_past_its_lease_and_thawed(scene: Scene) ->
     scene.order("exit 0", round=second[0].round)
     assert scene.ended() == {"a": 0, "b": 0}
     assert {life.round for life in scene.lives()} == {1, second[0].round}
-
-
-@proves("etcd-runs.loss-once-costs-round")
-def test_the_coordinator_is_killed_while_a_round_forms(scene: Scene) -> None:
-    a = scene.start("a", "3", **SHORT)
-    a.await_line("1 of 3 nodes joined")
-    b = scene.start("b", "3", **SHORT)
-    b.await_line("2 of 3 nodes joined")
-    coordinator = scene.await_coordinator()
-    support.halt(a.pid)
-    os.kill(coordinator, signal.SIGKILL)
-    a.send(signal.SIGKILL)
-    for name in "cd":
-        scene.start(name, "3", **SHORT)
-    assert {life.node for life in scene.await_world(3)} == {"b", "c", "d"}
-    scene.order("exit 0")
-    assert scene.ended() == {"a": -9, "b": 0, "c": 0, "d": 0}
-
-
-# Members of etcd.
 
 
 @promise("""etcd-runs.workers-keep-running-etcd: Workers keep running when etcd loses members one after the other, or
@@ -199,16 +176,6 @@ def test_the_leader_of_etcd_is_frozen_past_the_leases(clustered: Scene, cluster:
 # All of etcd.
 
 
-def lose_quorum(cluster: EtcdCluster) -> None:
-    for number in (0, 1):
-        cluster.pause(number)
-
-
-def regain_quorum(cluster: EtcdCluster) -> None:
-    for number in (0, 1):
-        cluster.resume(number)
-
-
 EVERYBODY = (0, 1, 2)
 
 
@@ -227,22 +194,15 @@ def cpu_s(node: Node) -> float:
     return times.user + times.system
 
 
-Fault = Callable[[EtcdCluster], None]
-OUTAGES = [(lose_quorum, regain_quorum), (kill_all, restart_all)]
-
-
 @proves("etcd-runs.workers-keep-running-etcd")
-@pytest.mark.parametrize(("lose", "regain"), OUTAGES)
-def test_an_outage_within_the_leaders_lease_is_not_noticed(
-    clustered: Scene, cluster: EtcdCluster, lose: Fault, regain: Fault
-) -> None:
+def test_an_outage_within_the_leaders_lease_is_not_noticed(clustered: Scene, cluster: EtcdCluster) -> None:
     """Less than 0.9 of it, less the time between two renewals. The nodes do not talk to etcd at all."""
     for name in "ab":
         clustered.start(name, "2", "--max-restarts", "1", **{**LONG, "leader_lease": 20})
     first = clustered.await_world(2)
-    lose(cluster)
+    kill_all(cluster)
     await_age(clustered, first, age(clustered.lives()) + 3.0)
-    regain(cluster)
+    restart_all(cluster)
     await_age(clustered, first, age(clustered.lives()) + 1.0)
     fail_once_and_end(clustered)
 
@@ -250,10 +210,7 @@ def test_an_outage_within_the_leaders_lease_is_not_noticed(
 @promise("""etcd-runs.longer-outage-longer-join: After a longer outage, even one longer than the join timeout, the run
     continues and nothing is charged. It is reported in two lines, after a minute and then once an hour, and etcd is not
     asked in a busy loop, until the outage timeout.""")
-@pytest.mark.parametrize(("lose", "regain"), OUTAGES)
-def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(
-    clustered: Scene, cluster: EtcdCluster, lose: Fault, regain: Fault
-) -> None:
+def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(clustered: Scene, cluster: EtcdCluster) -> None:
     """No run is lost with it. It is told in a few lines and borne in peace; nothing is decided meanwhile, and what
     comes after it is not charged."""
     agents = [clustered.start(name, "2", join_timeout=8, **SHORT) for name in "ab"]
@@ -262,7 +219,8 @@ def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(
         agent.await_line("started 1 worker")
     said_before = {agent: agent.log for agent in agents}
     lost_at = time.monotonic()
-    lose(cluster)
+    for number in (0, 1):  # The quorum.
+        cluster.pause(number)
     assert not support.survivors(life.pid for life in first)
     for agent in agents:
         agent.await_line("cannot reach etcd")
@@ -278,7 +236,8 @@ def test_an_outage_of_many_leases_and_longer_than_the_join_timeout(
             " this node has lost its place, its workers are killed",
         ], agent.log
     assert len(clustered.lives()) == 2
-    regain(cluster)
+    for number in (0, 1):
+        cluster.resume(number)
     second = clustered.await_world(2, after=1)
     assert {life.restarts for life in second} == {0}
     for agent in agents:
@@ -320,43 +279,6 @@ def test_an_etcd_that_has_no_space_left(small: EtcdServer, tmp_path: Path) -> No
         assert len(scene.lives()) == 2
 
 
-@proves("etcd-runs.etcd-refuses-coordinator")
-def test_an_etcd_that_has_no_space_at_the_start(small: EtcdServer, tmp_path: Path) -> None:
-    fill(small)
-    for scene in at([small.get_endpoint()], tmp_path):
-        agent = scene.start("a", "1")
-        agent.await_line(r"error: etcd at \S+: mvcc: database space exceeded")
-        assert agent.wait() == 1
-
-
-@proves("etcd-runs.longer-outage-longer-join")
-def test_an_outage_that_outlasts_the_patience(clustered: Scene, cluster: EtcdCluster) -> None:
-    agent = clustered.start("a", "1", outage_timeout=4, **SHORT)
-    clustered.await_world(1)
-    kill_all(cluster)
-    agent.await_line(r"could not reach etcd \S+ within 4 s; the last attempt: .*: connection refused")
-    assert agent.wait() == 1
-    restart_all(cluster)
-
-
-@proves("etcd-runs.longer-outage-longer-join")
-def test_all_of_etcd_is_down_while_a_round_forms(clustered: Scene, cluster: EtcdCluster) -> None:
-    """For longer than any lease. Another node comes meanwhile."""
-    a = clustered.start("a", "2", **SHORT)
-    a.await_line("1 of 2 nodes joined, waiting for 1")
-    kill_all(cluster)
-    b = clustered.start("b", "2", **SHORT)
-    for agent in (a, b):
-        agent.await_line("cannot reach etcd")
-    restart_all(cluster)
-    assert {life.round for life in clustered.await_world(2)} == {1}
-    clustered.order("exit 0")
-    assert clustered.ended() == {"a": 0, "b": 0}
-
-
-# Data that is lost, and names that are used again.
-
-
 def lose_data(cluster: EtcdCluster) -> None:
     """Kills all members and starts them again at the same ports, with nothing."""
     kill_all(cluster)
@@ -378,52 +300,6 @@ def test_a_run_outlives_the_loss_of_all_data(clustered: Scene, cluster: EtcdClus
     lose_data(cluster)
     support.wait_until(lambda: (found := clustered.leader()) and before and found.term > before.term, "a later term")
     clustered.order("exit 3", rank=1, restarts=1)
-    last = clustered.await_world(2, after=max(life.round for life in clustered.lives(restarts=1)))
-    assert {life.restarts for life in last} == {2}
+    clustered.wait_for(lambda: len(clustered.lives(restarts=2)) >= 2, "the last restart, in whatever round it is")
     clustered.order("exit 0")
     assert clustered.ended() == {"a": 0, "b": 0}
-
-
-@proves("etcd-runs.run-survives-etcd-loses")
-def test_nodes_that_wait_for_others_go_on_waiting(clustered: Scene, cluster: EtcdCluster) -> None:
-    """Nobody had a place yet. Who comes afterwards is met by whoever was there before."""
-    a = clustered.start("a", "2", **SHORT)
-    a.await_line("1 of 2 nodes joined, waiting for 1")
-    lose_data(cluster)
-    clustered.start("b", "2", **SHORT)
-    assert {life.round for life in clustered.await_world(2)} == {1}
-    clustered.order("exit 0")
-    assert clustered.ended() == {"a": 0, "b": 0}
-
-
-@promise("""etcd-runs.node-lost-comes-back: A node that was lost and comes back within `close_linger` ends as the others
-    did.""")
-def test_a_node_that_was_away_hears_how_its_run_ended(scene: Scene) -> None:
-    """It was lost, so the run is remembered for `close_linger`. It ends as the others did, and starts nothing."""
-    for name in "ab":
-        scene.start(name, "1:2", last_call=60, close_linger=5, **SHORT)
-    scene.await_world(2)
-    host = scene.host()
-    away, other = sorted(scene.nodes, key=lambda node: node is host)
-    support.halt(away.pid)
-    (alone,) = scene.await_world(1, after=1)
-    scene.order("exit 0")
-    assert other.wait() == 0
-    away.send(signal.SIGCONT)
-    assert scene.ended() == {"a": 0, "b": 0}
-    assert {life.round for life in scene.lives()} == {1, alone.round}
-
-
-@promise("""etcd-runs.nodes-left-first-round: When all nodes have left before the first round, the next may come with
-    other settings. This holds with a coordinator, too.""")
-def test_a_name_is_free_when_the_only_node_has_left(scene: Scene) -> None:
-    """Before any round was formed. The next comes with other settings, and need not wait."""
-    a = scene.start("a", "2", **SHORT)
-    a.await_line("1 of 2 nodes joined, waiting for 1")
-    a.send(signal.SIGTERM)
-    a.wait()
-    scene.nodes.clear()
-    scene.start("b", "1", leader_lease=3, lease=4)
-    scene.await_world(1)
-    scene.order("exit 0")
-    assert scene.ended() == {"b": 0}

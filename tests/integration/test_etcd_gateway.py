@@ -95,9 +95,6 @@ def answering(status: str, body: bytes = b"", headers: bytes = b"") -> Server:
     return Server(lambda client, _: client.sendall(said))
 
 
-# Keys, transactions, leases.
-
-
 def test_keys(etcd_gateway: Gateway) -> None:
     assert etcd_gateway.get(b"k") is None
     for value in (bytes(range(256)), b""):
@@ -142,19 +139,6 @@ def test_leases(etcd_gateway: Gateway) -> None:
         etcd_gateway.transact(is_missing(b"k"), [put(b"k", b"v", lease)], b"k")
     etcd_gateway.put(b"k", b"v", etcd_gateway.grant_lease(1))
     support.wait_until(lambda: etcd_gateway.get(b"k") is None, "the end of a lease that is not kept alive")
-
-
-def test_many_threads_share_a_gateway(etcd: EtcdServer, no_descriptor_leak: None) -> None:
-    with Gateway([etcd.get_endpoint()]) as gateway:
-
-        def work(key: bytes) -> list[bytes | None]:
-            return [(gateway.put(key, b"%d" % number), gateway.get(key))[1] for number in range(20)]
-
-        callers = [Caller(work, b"t/%d" % number) for number in range(16)]
-        assert all(each.result() == [b"%d" % number for number in range(20)] for each in callers)
-
-
-# Members that come and go.
 
 
 @promise("""etcd.request-finds-working-member: A request finds a working member: when the leader is killed, when a
@@ -250,9 +234,6 @@ def test_closing_ends_the_search_for_a_member() -> None:
         asking.result()
 
 
-# Something else at the port.
-
-
 @promise("""etcd.errors-retries-fix-reported: Errors that retries cannot fix are reported at once and in one line:
     another kind of server, a wrong password, a missing permission, a wrong certificate, too old a version.""")
 @proves("etcd-runs.mistake-causes-clear-line")
@@ -293,9 +274,6 @@ def test_versions(version: str) -> None:
             with pytest.raises(EtcdRefused, match=f"etcd '{version}' at {server.endpoint} is too old: .* 3.4 or later"):
                 gateway.check_version()
         gateway.close()
-
-
-# Answers, byte by byte.
 
 
 @pytest.mark.parametrize(
@@ -390,9 +368,6 @@ def test_what_a_complaint_means(form: str, code: int, message: str, kind: type[E
         gateway.get(b"k")
 
 
-# Users.
-
-
 @pytest.fixture(scope="module")
 def locked() -> Iterator[EtcdServer]:
     """With a user who may read and write keys that begin with a."""
@@ -445,9 +420,6 @@ def test_a_token_that_etcd_has_forgotten_is_renewed(locked: EtcdServer) -> None:
         callers = [Caller(gateway.get, b"a") for _ in range(8)]
         assert {each.result() for each in callers} == {b"1"}
         assert gateway._token != "forgotten.1"
-
-
-# TLS.
 
 
 @pytest.fixture(scope="module")

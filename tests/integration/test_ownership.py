@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -95,9 +96,6 @@ def launch(tmp_path: Path, mailbox: support.Mailbox) -> Iterator[Any]:
             return Launch(running.enter_context(process), mailbox, gate)
 
         yield start
-
-
-# Somebody is killed.
 
 
 @promise("""ownership.agent-killed-workers: If the agent is killed, its workers and everything that they started are
@@ -417,9 +415,6 @@ def test_grandchildren_may_finish_what_they_do_within_the_grace_of_their_leader(
     assert [line.split()[0] for line in mailbox.rest()] == ["saved"]
 
 
-# Signals to the agent, in every phase.
-
-
 def while_joining(launch: Any, order: dict[str, Any]) -> tuple[Launch, list[int]]:
     job = launch(block_in_join=1, **order)
     assert job.mailbox.take() == ["joining"]
@@ -477,8 +472,9 @@ PHASES = {
 
 @promise("""stopping.signal-phase-makes-node: Any signal in any phase makes the node leave, does not close the run, and
     leaves no process behind.""")
-@pytest.mark.parametrize("name", SIGNALS)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "name"), [*zip(PHASES, itertools.cycle(SIGNALS), strict=False), *(("running", name) for name in SIGNALS)]
+)
 def test_a_signal_takes_the_node_away_and_closes_nothing(launch: Any, phase: str, name: str) -> None:
     order = {"signals_to_handle": ",".join(SIGNALS), "handled": list(SIGNALS)}
     job, pids = PHASES[phase](launch, order)
@@ -565,9 +561,6 @@ def test_a_signal_in_the_main_thread_does_not_concern_a_launch_in_another(
         Path(f"{gate}0").write_text("go")
         out, err = process.communicate(timeout=support.DEADLINE_S)
     assert (process.returncode, out) == (0, "{0: None}\n[15]\n"), err
-
-
-# A process that cannot be killed, and one that the kernel kills.
 
 
 @pytest.fixture

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +18,6 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.process import (
     DefaultLogsSpecs,
-    LogsDest,
     MultiprocessContext,
     PContext,
     RunProcsResult,
@@ -221,26 +217,11 @@ def test_evidence_of_a_forked_function(
         assert expected in text
 
 
-# Values.
-
-
 @pytest.mark.parametrize("method", START_METHODS)
 def test_large_values(starter: Starter, method: str) -> None:
     size = 50 << 20
     value = starter.value(entrypoints.large, size, start_method=method)
     assert value == entrypoints.large(size)
-
-
-@pytest.mark.parametrize(("ranks", "method"), [(4, "spawn"), (60, "fork")])
-def test_values_of_every_rank(starter: Starter, ranks: int, method: str) -> None:
-    result = starter.run(entrypoints.act, "success", ranks=ranks, start_method=method)
-    assert result.return_values == {rank: f"rank {rank}" for rank in range(ranks)}
-
-
-@pytest.mark.parametrize("how", ["exit", "exit 0", "_exit", "raise SystemExit"])
-@pytest.mark.parametrize("method", START_METHODS)
-def test_exit_zero_is_success_without_a_value(starter: Starter, method: str, how: str) -> None:
-    assert starter.value(entrypoints.leave, how, start_method=method) is None
 
 
 MAIN_SCRIPT = """
@@ -280,9 +261,6 @@ def test_a_value_that_cannot_be_sent_is_the_workers_failure(starter: Starter) ->
     failure = starter.failure(entrypoints.make, "unpicklable")
     assert "return value of make cannot be pickled" in str(failure.message)
     assert "not for sending" in str(failure.message)
-
-
-# What cannot be started.
 
 
 @promise("""workers.names-unpicklable-function: holdfast names an unpicklable function or argument before anything
@@ -367,9 +345,6 @@ def test_starting_twice(starter: Starter, entrypoint: Any) -> None:
     with pytest.raises(ValueError, match="started before"):
         context.start()
     assert context.wait(support.DEADLINE_S) is not None
-
-
-# What a worker finds.
 
 
 @promise("""workers.gets-exactly-intended: A worker gets exactly the intended environment, directory and standard input,
@@ -520,41 +495,6 @@ def test_a_function_holds_no_pipe_of_holdfast(tmp_path: Path, method: str) -> No
     """Neither the lease's, which it could read empty, nor those that say whether it, or another one, was started. In a
     process of its own: a fork inherits what the threads of other tests have just opened."""
     assert run_main(tmp_path, HELD_PIPES, method) == (0, "[]\n[]\n", "")
-
-
-STDIN_SCRIPT = """
-from holdfast.process import DefaultLogsSpecs, start_processes
-context = start_processes("t", "cat", {0: ()}, {0: {}}, DefaultLogsSpecs("/dev/null"))
-assert not context.wait(60).is_failed()
-context.close()
-"""
-
-
-@proves("workers.gets-exactly-intended")
-def test_stdin_is_the_agents(tmp_path: Path) -> None:
-    ended = run_main(tmp_path, STDIN_SCRIPT, given="from above\n", stdin=subprocess.PIPE)
-    assert ended == (0, "from above\n", "")
-
-
-@proves("workers.everything-works-outside-main")
-@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
-def test_standard_descriptors_may_be_closed(tmp_path: Path, closed: tuple[int, ...]) -> None:
-    source = f"""
-        import os
-        from tests import entrypoints
-        from holdfast.process import DefaultLogsSpecs, start_processes
-        for fd in {closed}:
-            os.close(fd)
-        context = start_processes("t", entrypoints.give, {{0: (5,)}}, {{0: {{}}}}, DefaultLogsSpecs("/dev/null"))
-        result = context.wait(60)
-        context.close()
-        os._exit(0 if result.return_values == {{0: 5}} else 1)
-    """
-    root = str(Path(__file__).parent.parent.parent)
-    assert run_main(tmp_path, source, env={**os.environ, "PYTHONPATH": root})[0] == 0
-
-
-# Watching and stopping.
 
 
 @pytest.fixture
@@ -831,19 +771,6 @@ def test_no_descriptor_is_left_open(starter: Starter, entrypoint: Any) -> None:
         context.close(timeout=5)
 
 
-@pytest.mark.usefixtures("no_descriptor_leak")
-def test_failed_starts_leave_no_descriptor_open(starter: Starter, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(5):
-        with pytest.raises(UserError):
-            starter.start(entrypoints.give, threading.Lock())
-        with pytest.raises(TypeError):
-            starter.start("true", envs={0: {"X": 5}})
-    assert caplog.text == "", "nothing was written, so nothing can be lost"
-
-
-# Output.
-
-
 @proves("output.redirected-tee-filtered-real")
 def test_a_redirected_stream_is_the_file_itself(starter: Starter) -> None:
     logs = DefaultLogsSpecs(str(starter.tmp_path), redirects=Std.ALL)
@@ -868,28 +795,6 @@ def test_redirected_output(starter: Starter, capfd: pytest.CaptureFixture[str]) 
     }
     assert kept == {("out", 0): "out\n", ("err", 1): "err\n", ("out", 2): "out\n", ("err", 2): "err\n"}
     assert capfd.readouterr() == ("out\n" * 2, "err\n" * 2)
-
-
-@proves("output.log-dir-becomes-unusable")
-@pytest.mark.parametrize("choice", [{"redirects": Std.ALL}, {"tee": Std.ALL}])
-def test_log_files_that_cannot_be_opened_cost_the_logs_only(
-    starter: Starter, choice: dict[str, Std], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The disk may be full. It is said once, the console has what it would have, and so has the report."""
-
-    class Vanishing(DefaultLogsSpecs):
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            dest = super().reify(envs)
-            shutil.rmtree(self.root_log_dir)
-            return dest
-
-    logs = Vanishing(str(starter.tmp_path / "logs"), **choice)  # type: ignore[arg-type]  # names of choices
-    code = "echo out; echo error >&2; exit 3"
-    assert starter.failure("bash", "-c", code, logs=logs, duplicate_stderr_filters=["error"]).message == "error"
-    teed = ("[test0]:out\n", "[test0]:error\n")
-    assert capfd.readouterr() == (teed if "tee" in choice else ("", ""))
-    (said,) = [message for message in caplog.messages if "cannot be opened" in message]
-    assert said.endswith("cannot be opened: No such file or directory; the workers run without them")
 
 
 @pytest.mark.parametrize("choice", [{"redirects": Std.ALL}, {"local_ranks_filter": {7}}])
@@ -976,11 +881,3 @@ def test_filters_without_tee_are_said_to_be_useless(
     assert [message for message in caplog.messages if "no effect" in message] == [
         f"duplicate_{stream}_filters has no effect: {stream} of no worker is tee'd" for stream in useless
     ]
-
-
-def test_error_files(starter: Starter) -> None:
-    logs = DefaultLogsSpecs(str(starter.tmp_path))
-    failure = starter.failure(entrypoints.act, "raise", logs=logs)
-    written = json.loads(Path(failure.error_file).read_text())
-    assert written == failure.error_file_data
-    assert written["message"]["message"] == "ValueError: as ordered"

@@ -138,8 +138,7 @@ def test_two_nodes_do_not_send_the_same_part_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("junk", "words"),
-    [(b"GET / HT", "is no transfer process"), (frames.MAGIC, "took too long to answer")],
+    ("junk", "words"), [(b"GET / HT", "is no transfer process"), (frames.MAGIC, "took too long to answer")]
 )
 @proves("snapshots.port-proof")
 def test_strangers_have_a_moment_to_prove_themselves(junk: bytes, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,8 +73,7 @@ def end_talkers(scene: Scene) -> None:
 
 @promise("""steering.status-shows-node-worker: `holdfast status` shows every node and worker, on this host or by
     endpoint, on tcp and etcd.""")
-@on_both
-@pytest.mark.parametrize("way", ["here", "endpoint"])
+@pytest.mark.parametrize(("scene", "way"), [("tcp", "here"), ("etcd", "endpoint")], indirect=["scene"])
 def test_status_shows_every_node_and_worker(scene: Scene, way: str) -> None:
     lives = start_two(scene)
     where = at_endpoint(scene) if way == "endpoint" else [scene.run_id]
@@ -128,7 +127,6 @@ def test_status_tells_what_happened_before(scene: Scene) -> None:
 
 
 @proves("steering.says-sentence-run-waits")
-@on_both
 def test_status_says_what_is_waited_for_and_who_was_refused(scene: Scene) -> None:
     scene.start("a", "2")
     waits = "1 more of at least 2 nodes"
@@ -160,7 +158,6 @@ def test_stop_ends_the_run_on_all_nodes(scene: Scene) -> None:
 
 @promise("steering.endpoint-run-stopped-token: By endpoint a run can be stopped only with its token.")
 @proves("steering.says-sentence-run-waits")
-@on_both
 def test_stop_by_endpoint_wants_the_token(scene: Scene, token: str) -> None:
     start_two(scene, "--token-file", token)
     where = at_endpoint(scene)
@@ -207,16 +204,14 @@ def test_while_the_coordinator_is_silent_the_agents_of_this_host_answer(scene: S
 
 
 @proves("steering.status-asks-several-nodes")
-@pytest.mark.parametrize("way", ["here", "endpoint"])
-def test_a_node_that_is_frozen_is_shown_as_silent(scene: Scene, way: str) -> None:
+def test_a_node_that_is_frozen_is_shown_as_silent(scene: Scene) -> None:
     start_two(scene)
     second = scene.nodes[1]
-    where = [scene.run_id] if way == "here" else at_endpoint(scene)
     await_running(scene)
     support.halt(second.pid)
     try:
         began = time.monotonic()
-        picture = status_of(scene, *where)
+        picture = status_of(scene, *at_endpoint(scene))
         assert time.monotonic() - began < 10, "the limits are 2 s together; this machine may be busy"
         assert len(picture["agents"]) == 1
         [reason] = picture["silent"].values()
@@ -246,9 +241,6 @@ def test_a_standalone_run_is_stopped_and_listed(scene: Scene) -> None:
     assert (said["scope"], said["pids"]) == ("host", [node.pid])
     assert said["text"] == f"run {scene.run_id} has ended"
     assert node.wait() == 94
-
-
-# Bad input.
 
 
 @promise("""steering.asked-clear-line-run: What cannot be asked is one clear line: no such run, several runs, another
@@ -386,7 +378,6 @@ def texts_in(directory: Path) -> str:
     ends with the run.""")
 @promise("""steering.logs-json-prints-object: `holdfast logs --json` prints an object a line, `holdfast top --json` a
     picture a second. Both end with the run, or when their reader has gone.""")
-@on_both
 def test_logs_follow_through_a_restart_to_the_end_of_the_run(scene: Scene) -> None:
     start_talkers(scene)
     logs = ("logs", scene.run_id, "--rank", "1")
@@ -406,10 +397,7 @@ def test_logs_follow_through_a_restart_to_the_end_of_the_run(scene: Scene) -> No
     assert told == [
         {"rank": rank, "stream": stream, "attempt": 1, "line": line}
         for rank in (0, 1)
-        for stream, line in (
-            ("stdout", f"rank {rank} attempt 1 begins"),
-            ("stderr", f"rank {rank} \x1b[2J complains"),
-        )
+        for stream, line in (("stdout", f"rank {rank} attempt 1 begins"), ("stderr", f"rank {rank} \x1b[2J complains"))
     ]
     assert "\x1b" not in said
     (scene.home / "go1").touch()

@@ -15,14 +15,7 @@ from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous.client.remote_store import RemoteStore
 from holdfast.rendezvous.client.thread import Client
 from holdfast.rendezvous.endpoints import HeldPort
-from holdfast.rendezvous.store import (
-    InProcessStore,
-    StoreTimeoutError,
-    barrier,
-    get_all,
-    store_timeout,
-    synchronize,
-)
+from holdfast.rendezvous.store import InProcessStore, StoreTimeoutError, barrier, get_all, store_timeout, synchronize
 from tests.coordinators import Caller, coordinator_thread, form, node
 from tests.promises import promise
 
@@ -187,9 +180,6 @@ def test_counting_by_many_threads_loses_nothing(store: Any) -> None:
 def test_one_of_many_wins_a_compare_set(store: Any) -> None:
     (winner,) = set(at_once(lambda number: store.compare_set("leader", "", str(number)), 8))
     assert store.get("leader") == winner
-
-
-# What is built on it.
 
 
 @every_store

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests import support
 from tests.nodes import Scene
-from tests.promises import promise, proves
+from tests.promises import promise
 
 # The rate of a worker is compared after 20 s, and the agent looks every 5 s.
 DEADLINE_S = 120.0
@@ -60,17 +60,3 @@ def test_one_rank_of_two_nodes_is_behind(scene: Scene) -> None:
         [named] = json.loads(path.read_text())["stragglers"]
         assert (named["rank"], named["compared"]) == (3, 2)
         assert "Behind the median of 2 ranks on " in node.log
-
-
-@proves("steering.status-top-json-report")
-def test_lines_that_match_a_pattern_count_as_steps(scene: Scene) -> None:
-    script = support.write_script(scene.home / "trainer.py", TRAINER)
-    watched = ("--progress-pattern", r"^step \d+$", "--progress-every", "10m")
-    node = scene.start_standalone("a", "--nproc-per-node", "4", *watched, script=script, args=("lines",))
-    support.wait_until(lambda: picture_of(scene)["stragglers"], "that a rank is behind", DEADLINE_S)
-    [slow] = picture_of(scene)["stragglers"]
-    assert (slow["rank"], slow["unit"]) == (3, "lines")
-    (scene.home / "go").touch()
-    assert node.wait() == 1
-    assert "Behind the median of 4 ranks on " in node.log
-    assert "lines/s): rank 3 (" in node.log.replace("\n    ", " ")

@@ -31,8 +31,6 @@ from holdfast.timer import (
     FileTimerServer,
     LocalTimerClient,
     LocalTimerServer,
-    MultiprocessingRequestQueue,
-    TimerRequest,
     debug_info_logging,
     expires,
     server,
@@ -181,17 +179,15 @@ needs_py_spy = pytest.mark.skipif(
 
 @proves("timers.worker-overruns-gets-signal")
 @needs_py_spy
-@pytest.mark.parametrize("is_stopped", [False, True])
 def test_the_stacks_are_taken_before_the_kill(
-    watch: Watch, worker: str, is_stopped: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    watch: Watch, worker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also of a process that is stopped, which py-spy cannot pause."""
     dump_with(monkeypatch, look_at)
     with python(worker, watch.path, NEVER_S, 9, "hang") as hung:
         wait_until(lambda: select.select([watch.server._pipe], [], [], 0)[0], "the worker has armed its timer")
         await_sleep(hung.pid)
-        if is_stopped:
-            halt(hung.pid)
+        halt(hung.pid)
         watch.server.start()
         watch.write(past(hung.pid, "more"))
         assert hung.wait(DEADLINE_S) == -signal.SIGKILL
@@ -234,9 +230,6 @@ def test_a_process_gets_one_signal_for_all_its_timers(
     assert watch.server._request_count == len(timers)
 
 
-# Who is spared
-
-
 @promise("""timers.processes-gone-dropped-process: Timers of processes that are gone are dropped, and a process that
     later gets the same pid is spared.""")
 def test_timers_of_processes_that_are_gone_are_dropped_and_an_heir_of_the_pid_is_spared(
@@ -275,9 +268,6 @@ def test_no_group_of_processes_and_not_the_own_process_is_signalled(
     thread.join()
     assert sent == []
     assert watch.armed() == (set() if running == "as it is" else {(-9, "later")})
-
-
-# Dumps of stacks take time and may fail
 
 
 @promise("""timers.stacks-slow-never-come: Stacks that are slow or never come delay the signal by 0.5 s at most, for all
@@ -349,9 +339,6 @@ def test_many_that_expire_at_once_are_reaped_in_time_and_none_waits_for_another(
         assert 1.0 <= took_s < len(hung), "one bound for all, not one for each"
 
 
-# Junk in the pipe
-
-
 @promise("timers.lines-junk-full-pipe: Lines of junk and a full pipe lose no timer and block no process.")
 def test_junk_is_skipped_with_one_warning_and_costs_no_request(
     running: Watch, bystander: Bystander, caplog: pytest.LogCaptureFixture
@@ -365,31 +352,6 @@ def test_junk_is_skipped_with_one_warning_and_costs_no_request(
     scopes = [*map(str, range(len(junk))), "in two halves"]
     wait_until(lambda: running.armed() == {(bystander.pid, scope) for scope in scopes}, "every request has arrived")
     assert len(told(caplog, "not a request")) == 1
-
-
-SENDER = """
-    import sys
-    from holdfast.timer import FileTimerClient
-
-    client = FileTimerClient(sys.argv[1])
-    for number in range(2500):
-        client.acquire(f"step {number}", 1e12)
-    for number in range(2500):
-        client.release(f"step {number}")
-"""
-
-
-def test_no_request_is_lost_however_many_clients_send_and_however_many_timers_are_armed(
-    running: Watch, tmp_path: Path
-) -> None:
-    script = write_script(tmp_path / "sender.py", SENDER)
-    senders = [subprocess.Popen([sys.executable, script, running.path]) for _ in range(4)]
-    assert [sender.wait(DEADLINE_S) for sender in senders] == [0] * 4
-    wait_until(lambda: running.server._request_count == 4 * 2 * 2500, "every request has been counted")
-    wait_until(lambda: not running.armed(), "the last timer is released")
-
-
-# Clocks and turns
 
 
 @promise("timers.step-wall-clock-neither: A step of the wall clock neither fires nor delays a timer.")
@@ -427,34 +389,6 @@ def test_turns_come_without_any_client_and_each_calls_the_hook_for_expired_timer
     assert ("run", {bystander.pid: [request.to_json()]}) in list(calls.queue)
 
 
-def test_listeners_that_block_raise_or_stop_the_server(
-    running: Watch, bystander: Bystander, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server whose thread hangs in a listener does not look healthy; nothing else ends with it."""
-    held, let_go = threading.Event(), threading.Event()
-
-    def listener(name: str, request: FileTimerRequest | None) -> None:
-        if name == EXPIRED:
-            held.set()
-            let_go.wait(DEADLINE_S)
-        elif name == KILLED:
-            running.server.stop()
-        raise KeyError(name)
-
-    running.server._log_event = listener
-    running.write(past(bystander.pid))
-    assert held.wait(DEADLINE_S)
-    seen, wall_clock, clock = running.server.get_last_progress_time(), time.time, time.monotonic
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "time", lambda: wall_clock() + 60)
-        patched.setattr(time, "monotonic", lambda: clock() + 60)
-        assert abs(running.server.get_last_progress_time() - seen) <= 1
-    let_go.set()
-    assert bystander.wait(DEADLINE_S) == -signal.SIGKILL
-    wait_until(lambda: "holdfast-timer" not in [each.name for each in threading.enumerate()], "the thread has ended")
-    assert not os.path.exists(running.path)
-
-
 def test_starting_and_stopping_leaves_nothing_behind(tmp_path: Path, no_descriptor_leak: None) -> None:
     path = tmp_path / "timers"
     threads = set(threading.enumerate())
@@ -468,9 +402,6 @@ def test_starting_and_stopping_leaves_nothing_behind(tmp_path: Path, no_descript
     assert set(threading.enumerate()) <= threads, "one of another test may have ended meanwhile"
     with pytest.raises(UserError, match="stopped"):
         watch.server.start()
-
-
-# The pipe's path
 
 
 def test_a_path_that_is_taken_is_left_alone(tmp_path: Path) -> None:
@@ -514,9 +445,6 @@ def test_a_stale_pipe_is_replaced_by_a_private_one_but_not_one_in_use(tmp_path: 
     assert path.read_text() == "somebody else's", "only its own pipe is removed"
 
 
-# The file client
-
-
 def test_without_a_server_the_error_names_the_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     missing, unread, plain = tmp_path / "missing", tmp_path / "unread", tmp_path / "plain"
     os.mkfifo(unread)
@@ -556,9 +484,6 @@ def test_work_goes_on_when_the_server_goes_away_and_that_is_said_once(
     assert running.path in warning
 
 
-# The local timer
-
-
 @pytest.fixture
 def spawn() -> SpawnContext:
     return multiprocessing.get_context("spawn")
@@ -590,31 +515,3 @@ def test_a_local_worker_that_overruns_is_killed_and_the_others_live(spawn: Spawn
     wait_until(lambda: list(server.get_expired_timers(float("inf"))) == [os.getpid()], "all requests are read")
     server.stop()
     assert dumped == [hung.pid]
-
-
-def raise_on_arrival() -> None:
-    raise ValueError("cannot be unpickled here")
-
-
-class Unreadable:
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return raise_on_arrival, ()
-
-
-def test_a_request_queue_waits_for_a_whole_batch_and_skips_what_it_cannot_read(
-    spawn: SpawnContext, caplog: pytest.LogCaptureFixture
-) -> None:
-    mp_queue: Any = spawn.Queue()
-    requests = MultiprocessingRequestQueue(mp_queue)
-    assert (requests.size(), requests.get(1, 0.01)) == (0, [])
-    sent = [TimerRequest(1, scope, 1.0) for scope in "abc"]
-    for item in (sent[0], Unreadable(), sent[1]):
-        mp_queue.put(item)
-    later = threading.Timer(0.1, mp_queue.put, (sent[2],))
-    later.start()
-    assert requests.get(4, DEADLINE_S) == sent
-    later.join()
-    assert told(caplog, "cannot be unpickled here")
-    mp_queue.put(sent[0])
-    wait_until(lambda: not mp_queue.empty(), "it has come")
-    assert requests.get(2, 0.2) == sent[:1], "when the time is up there is no more than what came"

@@ -68,9 +68,6 @@ def served() -> Iterator[Served]:
     assert found.close() == ""
 
 
-# The same as torch's own server.
-
-
 def set_and_compare(key: str, value: bytes, expected: bytes, desired: bytes) -> bytes:
     """A comparison with a key that is missing is left out: on torch's server it ends waits for the key, which is still
     missing. Ours leaves them alone."""
@@ -170,9 +167,6 @@ def test_it_answers_as_torchs_own_server(ports: tuple[int, int], requests: list[
             assert own_client.ask(b"") == other_client.ask(b"")
 
 
-# Torch's client.
-
-
 @proves("workers.store-answers-request-torch")
 def test_every_operation_of_torchs_client(served: Served) -> None:
     store, other = served.client(), served.client(SECOND)
@@ -200,28 +194,6 @@ def test_every_operation_of_torchs_client(served: Served) -> None:
 
 
 @proves("workers.store-answers-request-torch")
-def test_a_wait_ends_with_the_key_and_a_queue_wakes_one(served: Served) -> None:
-    results: list[bytes] = []
-
-    def pop() -> None:
-        results.append(served.client().queue_pop("queue"))
-
-    def wait() -> None:
-        results.append(served.client().get("key"))
-
-    threads = [threading.Thread(target=each) for each in (pop, pop, wait)]
-    for thread in threads:
-        thread.start()
-    store = served.client()
-    store.set("key", "value")
-    store.queue_push("queue", "1")
-    store.queue_push("queue", "2")
-    for thread in threads:
-        thread.join(support.DEADLINE_S)
-    assert sorted(results) == [b"1", b"2", b"value"]
-
-
-@proves("workers.store-answers-request-torch")
 def test_the_largest_keys_and_values(served: Served) -> None:
     store = served.client()
     key, value = "k" * 8191, b"v" * torch_store.MAX_VALUE_BYTES  # Torch's client puts a "/" before keys.
@@ -246,9 +218,6 @@ def test_64_clients_meet(served: Served) -> None:
     assert served.client().num_keys() == 64
 
 
-# Others.
-
-
 def refused(served: Served, first: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", served.port)) as sock:
         sock.settimeout(support.DEADLINE_S)
@@ -268,23 +237,6 @@ def test_other_programs_are_turned_away_with_one_line(served: Served) -> None:
     assert served.line() == "speaks TLS; this port is for torch's store"
     assert refused(served, torch_wire.VALIDATE + b"\x63") == b""
     assert served.line() == "sent the operation 99, which this store does not know"
-
-
-@proves("workers.client-store-breaks-protocol")
-def test_lines_are_bounded() -> None:
-    with contextlib.closing(Served(_LINES_AT_MOST=3)) as served:
-        for _ in range(10):
-            refused(served, b"junk")
-        told = [served.line() for _ in range(3)]
-        assert told[2] == "is not a client of torch's store (further lines of this kind are left out)"
-        assert served.close() == ""
-
-
-@proves("workers.client-store-breaks-protocol")
-def test_a_stranger_that_says_nothing_is_turned_away() -> None:
-    with contextlib.closing(Served(_VALIDATE_WITHIN_S=0.2)) as served:
-        assert refused(served, b"") == b""
-        assert served.line() == "said nothing for 0.2 s"
 
 
 @proves("workers.client-store-breaks-protocol")
@@ -357,8 +309,15 @@ if os.environ["RANK"] == "0":
 @promise("""workers.program-listens-master-port: A program that listens at `MASTER_PORT` itself is started again without
     the store, uncharged (`--agent-store auto`). `HOLDFAST_FREE_PORT` is another port of that node, on which nothing
     listens.""")
-@pytest.mark.parametrize("backend", ["standalone", "tcp"])
-@pytest.mark.parametrize(("mode", "said"), [("auto", "False 0\n"), ("off", "False 0\n"), ("on", None)])
+@pytest.mark.parametrize(
+    ("backend", "mode", "said"),
+    [
+        ("standalone", "auto", "False 0\n"),
+        ("tcp", "auto", "False 0\n"),
+        ("standalone", "off", "False 0\n"),
+        ("tcp", "on", None),
+    ],
+)
 def test_a_program_that_listens_at_the_master_port_itself(
     backend: str, mode: str, said: str | None, tmp_path: Path
 ) -> None:

@@ -51,9 +51,7 @@ def test_the_first_of_several_equals_is_taken(failures: dict[int, Failure]) -> N
 
 @proves("failures.root-cause-first-explains")
 @given(groups)
-def test_a_failure_that_speaks_for_itself_wins_over_every_consequence(
-    failures: dict[int, Failure],
-) -> None:
+def test_a_failure_that_speaks_for_itself_wins_over_every_consequence(failures: dict[int, Failure]) -> None:
     root = failures[root_of_node(failures)]
     assert root.is_consequence == all(each.is_consequence for each in failures.values())
 

@@ -26,9 +26,7 @@ WRITES = st.lists(st.tuples(st.sampled_from(RANKS), PIECES, st.sampled_from([0.0
 
 @proves("output.terminal-prefixes-line-several")
 @given(STEPS)
-def test_folded_lines_keep_their_order_and_none_is_lost_or_late(
-    steps: list[tuple[int, str, bytes, float]],
-) -> None:
+def test_folded_lines_keep_their_order_and_none_is_lost_or_late(steps: list[tuple[int, str, bytes, float]]) -> None:
     folder, now = LineFolder(), 0.0
     for rank in RANKS:
         folder.open("out", rank)

@@ -178,11 +178,7 @@ class Gateway:
     _held: list[tuple[Host, Callable[[], None]]] = field(default_factory=list)
 
     def ask(
-        self,
-        asker: Asker,
-        carry_out: Callable[[], Any],
-        answered: Callable[[Any], None],
-        failed: Callable[[], None],
+        self, asker: Asker, carry_out: Callable[[], Any], answered: Callable[[Any], None], failed: Callable[[], None]
     ) -> None:
         request = Request(asker, carry_out, answered)
         self.engine.after(self.timeout_s, asker.hear, self._give_up, request, failed)

@@ -9,16 +9,7 @@ from tests.sim.coordinator import Coordinator
 from tests.sim.elected import Candidate
 from tests.sim.engine import Violation
 from tests.sim.etcd import Etcd, Gateway
-from tests.sim.faults import (
-    CALM,
-    ETCD_KINDS,
-    ETCD_TIMINGS,
-    FASTEST,
-    LEADER_LEASE_S,
-    SLOWEST,
-    Misfortune,
-    draw_clock,
-)
+from tests.sim.faults import CALM, ETCD_KINDS, ETCD_TIMINGS, FASTEST, LEADER_LEASE_S, SLOWEST, Misfortune, draw_clock
 from tests.sim.host import Host
 from tests.sim.network import Address
 from tests.sim.world import FakeWorld

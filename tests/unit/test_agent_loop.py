@@ -165,8 +165,7 @@ def test_a_step_is_told_before_its_commands_are_carried_out() -> None:
 @promise("""restarts.run-hangs-node-takes: If the run hangs, a node takes stacks before it stops its workers, and
     reports the hang as its own failure if the cause is there.""")
 @pytest.mark.parametrize(
-    ("examined", "told"),
-    [(None, "Stop stop"), (failed(hang="for 10 s in read"), "WorkersFailed report hang stop")],
+    ("examined", "told"), [(None, "Stop stop"), (failed(hang="for 10 s in read"), "WorkersFailed report hang stop")]
 )
 def test_workers_are_examined_before_a_hanging_run_is_stopped(examined: RunResult | None, told: str) -> None:
     """What is pushed twice, or for a round that is over, examines nothing."""

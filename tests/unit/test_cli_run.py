@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from holdfast import launcher
-from holdfast.cli import coordinator
 from holdfast.cli import run as cli
 from holdfast.cli.arguments import program
 from holdfast.cli.arguments.options import OPTIONS, RunArguments
@@ -61,9 +60,6 @@ def config(*tokens: str, script: str = "x.py") -> launcher.LaunchConfig:
 
 def entry(*tokens: str) -> tuple[Callable[..., Any] | str, list[str]]:
     return cli.config_from_args(cli.parse_args(tokens))[1:]
-
-
-# --- what a command line means --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("text", "bounds"), [("1", (1, 1)), ("3", (3, 3)), ("1:4", (1, 4)), ("2:2", (2, 2))])
@@ -143,10 +139,6 @@ def test_run_ids_are_kept(tokens: str, run_id: str) -> None:
     assert config(*tokens.split()).run_id == run_id
 
 
-def test_run_ids_are_fresh() -> None:
-    assert config("--standalone").run_id != config("--standalone", "--rdzv-id=none").run_id
-
-
 PYTHON = sys.executable
 
 
@@ -182,13 +174,6 @@ def test_the_older_way_to_pass_the_local_rank(tokens: list[str], args: list[str]
     parser = cli.get_args_parser()
     parser.add_argument("--use-env", action="store_true")
     assert cli.config_from_args(parser.parse_args(tokens))[2] == args
-
-
-def test_the_older_way_does_not_fit_programs() -> None:
-    parser = cli.get_args_parser()
-    parser.add_argument("--use-env", action="store_true")
-    with pytest.raises(UserError, match="--no-python needs --use-env"):
-        cli.config_from_args(parser.parse_args(["--no-python", "prog"]))
 
 
 def install_logs_specs(directory: Path, monkeypatch: pytest.MonkeyPatch, group: str, source: str) -> None:
@@ -316,10 +301,7 @@ BAD_INPUT = [
         "--nproc-per-node=many",
         "--nproc-per-node: 'many' is neither a number nor a kind of device; those are: cpu, gpu, xpu, auto",
     ),
-    (
-        "--nproc-per-node=999999999999",
-        re.compile(r"--nproc-per-node 999999999999: each worker needs an open file, .*"),
-    ),
+    ("--nproc-per-node=999999999999", re.compile(r"--nproc-per-node 999999999999: each worker needs an open file, .*")),
     ("--module --no-python", "--module and --no-python exclude each other"),
     ("--event-log-handler=nowhere", about("--event-log-handler", "'nowhere'")),
     ("--standalone --nnodes=2", "--standalone is for this machine alone, but --nnodes 2 asks for more"),
@@ -383,23 +365,6 @@ def test_bad_input(
     assert os.listdir(tmp_path / "tmp") == [], "nothing is left behind"
 
 
-@proves("cli.ipv6-endpoint-brackets-missing")
-def test_a_coordinator_at_an_address_without_brackets(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        coordinator.main(["--listen", "fe80::12:3"])
-    assert ended.value.code == 2
-    line = "--listen: 'fe80::12:3': write an IPv6 address in brackets, as in [::1]:9400"
-    assert line in one_line(capsys)
-
-
-@proves("cli.error-host-exit-code")
-@pytest.mark.parametrize("place", ["no-such-host.invalid:0", "192.0.2.1:0"])
-def test_a_coordinator_that_cannot_listen(place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """An error of the host."""
-    assert coordinator.main(["--listen", place]) == 1
-    assert capsys.readouterr().err.startswith(f"holdfast coordinator: error: cannot listen at {place}: ")
-
-
 def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert cli.command(["--nproc-per-node=gpu", "x.py"]) == 2
@@ -440,11 +405,7 @@ def test_a_dashboard_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> No
             "soon",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number of seconds from 0 on, not 'soon'",
         ),
-        (
-            "PET_NNODES",
-            "3:2",
-            "--nnodes '3:2': the minimum is above the maximum (PET_NNODES of the environment)",
-        ),
+        ("PET_NNODES", "3:2", "--nnodes '3:2': the minimum is above the maximum (PET_NNODES of the environment)"),
         (
             "PET_NPROC_PER_NODE",
             "0",
@@ -568,9 +529,6 @@ def test_a_script_that_is_not_readable() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-# --- how it ends --------------------------------------------------------------------------------------------------
-
-
 def ending(error: BaseException, monkeypatch: pytest.MonkeyPatch, *tokens: str) -> int:
     """The exit code if the launch raises this error."""
 
@@ -685,13 +643,6 @@ def test_threads_are_limited_for_several_workers(
     assert "OMP_NUM_THREADS is not set; the workers get 1" in capsys.readouterr().err
 
 
-def test_run_script_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("x.py").write_text("import sys\nopen('out', 'w').write(repr((__name__, sys.argv)))\n")
-    monkeypatch.setattr(sys, "argv", ["before"])
-    cli.run_script_path("x.py", "a", "b")
-    assert Path("out").read_text() == repr(("__main__", ["x.py", "a", "b"]))
-
-
 @promise("""cli.python-run-main-raises: From Python, `holdfast.cli.run.main` raises the error, as `ChildFailedError` or
     another exception.""")
 def test_the_command_from_python(capfd: pytest.CaptureFixture[str]) -> None:
@@ -703,17 +654,6 @@ def test_the_command_from_python(capfd: pytest.CaptureFixture[str]) -> None:
     assert list(failed.value.failures) == [0]
     with pytest.raises(UserError, match=r"script 'none\.py' does not exist"):
         cli.main(["none.py"])
-
-
-@proves("cli.request-missing-feature-refused")
-def test_a_backend_that_etcd_has_given_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.command(["--rdzv-backend=etcd-v2", "--rdzv-endpoint=localhost:2379", "x.py"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("holdfast run: error: ")
-    assert "'etcd-v2'" in line
-
-
-# --- the command that has all others ----------------------------------------------------------------------------
 
 
 def test_the_command_itself(capsys: pytest.CaptureFixture[str]) -> None:

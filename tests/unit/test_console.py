@@ -70,10 +70,7 @@ def test_a_log_level_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("LOGLEVEL", "loud")
     console.set_up()
     SPEAKER.info("hello")
-    assert said(capsys) == [
-        "holdfast: LOGLEVEL=loud is not a log level; it stays at info",
-        "holdfast: hello",
-    ]
+    assert said(capsys) == ["holdfast: LOGLEVEL=loud is not a log level; it stays at info", "holdfast: hello"]
 
 
 def test_every_line_has_the_prefix(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,13 +126,6 @@ def test_tracebacks_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     console.set_up()
     SPEAKER.error("failed", exc_info=KeyError("x"))
     assert said(capsys) == ["holdfast: failed", "holdfast:   KeyError: 'x'"]
-
-
-def test_setting_up_twice_does_not_repeat_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    console.set_up()
-    console.set_up()
-    SPEAKER.info("once")
-    assert said(capsys) == ["holdfast: once"]
 
 
 SPEAK = """
@@ -220,16 +210,6 @@ def test_a_long_text_is_whole_on_a_non_blocking_pipe() -> None:
 def test_output_that_is_closed_or_full(redirection: str) -> None:
     process = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, SPEAK], check=False)
     assert process.returncode == 7
-
-
-def test_a_stream_that_somebody_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(os.devnull, "w") as closed:
-        pass
-    monkeypatch.setattr(sys, "stderr", closed)
-    console.set_up()
-    SPEAKER.error("nobody hears this")
-    monkeypatch.setattr(sys, "stderr", None)
-    SPEAKER.error("nor this")
 
 
 def test_characters_that_the_terminal_does_not_know() -> None:

@@ -34,12 +34,7 @@ class Machine:
     allowed: frozenset[int]
 
     def cpus(
-        self,
-        mode: AffinityMode,
-        local_rank: int,
-        local_world_size: int,
-        fall_back: bool = False,
-        **environ: str,
+        self, mode: AffinityMode, local_rank: int, local_world_size: int, fall_back: bool = False, **environ: str
     ) -> list[int]:
         options = NumaOptions(mode, fall_back)
         chosen = cpus_for(options, local_rank, local_world_size, str(self.root), self.allowed, environ)
@@ -112,8 +107,7 @@ def span(first: int, last: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("text", "cpus"),
-    [("", []), ("0", [0]), ("0-3", [0, 1, 2, 3]), ("0-1,8,10-11\n", [0, 1, 8, 10, 11])],
+    ("text", "cpus"), [("", []), ("0", [0]), ("0-3", [0, 1, 2, 3]), ("0-1,8,10-11\n", [0, 1, 8, 10, 11])]
 )
 def test_cpu_lists(text: str, cpus: list[int]) -> None:
     assert sorted(parse_cpu_list(text)) == cpus

@@ -282,9 +282,6 @@ def test_what_is_acknowledged_is_written_and_stays(moves: list[str]) -> None:
         assert keys.leader != OTHER or keys.memory == Memory(last_round=10**6)
 
 
-# Who campaigns, and when.
-
-
 @promise("""etcd-runs.leader-key-vanishes-few: When the leader key vanishes, a few of many nodes campaign, within a
     second.""")
 @pytest.mark.parametrize("count", [2, 8, 64, 1000, 10_000])

@@ -11,12 +11,7 @@ import pytest
 
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.rendezvous import endpoints
-from holdfast.rendezvous.endpoints import (
-    HeldPort,
-    bind_port,
-    parse_address,
-    parse_rendezvous_endpoint,
-)
+from holdfast.rendezvous.endpoints import HeldPort, bind_port, parse_address, parse_rendezvous_endpoint
 from tests.promises import promise, proves
 
 PORT = "port {!r} is not a number from 0 to 65535"
@@ -256,9 +251,6 @@ def test_no_port_is_held_twice_whatever_the_kernel_hands_out(
 def test_an_address_of_another_machine_cannot_be_bound() -> None:
     with pytest.raises(HostError, match=r"cannot bind a TCP port on '192\.0\.2\.1': "):
         bind_port("192.0.2.1")
-
-
-# The address of this node.
 
 
 @pytest.mark.parametrize(

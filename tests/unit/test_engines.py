@@ -200,10 +200,7 @@ def test_options_of_hosts_by_ssh(
     ("tokens", "words"),
     [
         (("nothing", "x.py"), "there is no engine 'nothing'; the engines are: both, gone, kubernetes, odd, paper, "),
-        (
-            ("paper", "x.py"),
-            "engine 'paper' does not submit jobs; use `holdfast render paper`, or for submit: ",
-        ),
+        (("paper", "x.py"), "engine 'paper' does not submit jobs; use `holdfast render paper`, or for submit: "),
         (("odd", "x.py"), "engine 'odd' (plugged_engines:not_an_engine) is not a subclass of "),
         (("--on=gone", "x.py"), "engine 'gone' (plugged_engines_that_are_gone:Both) cannot be loaded: Module"),
         (("x.py", "--on", "both"), "there is no engine 'x.py'; the engines are: "),

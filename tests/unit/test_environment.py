@@ -59,11 +59,7 @@ def test_workers_differ_in_their_ranks_only() -> None:
         for name in environments[0]
         if len({environments[rank][name] for rank in range(3)}) > 1
     }
-    assert differing == {
-        "RANK": ["2", "3", "4"],
-        "LOCAL_RANK": ["0", "1", "2"],
-        "ROLE_RANK": ["0", "1", "2"],
-    }
+    assert differing == {"RANK": ["2", "3", "4"], "LOCAL_RANK": ["0", "1", "2"], "ROLE_RANK": ["0", "1", "2"]}
 
 
 @pytest.mark.parametrize(
@@ -136,9 +132,6 @@ def test_a_group_without_a_place_is_refused(name: str) -> None:
         worker_environments(group, {}, **FACTS)
 
 
-# --- arguments
-
-
 @promise("ranks.local-argument-becomes-local: `${local_rank}` in an argument becomes the local rank.")
 @pytest.mark.parametrize(
     ("arg", "filled"),
@@ -159,9 +152,6 @@ def test_a_group_without_a_place_is_refused(name: str) -> None:
 )
 def test_macros_are_filled_in_text_arguments(arg: Any, filled: Any) -> None:
     assert macros.substitute([arg], "2") == [filled]
-
-
-# --- log lines
 
 
 @proves("output.run-several-nodes-label")

@@ -83,9 +83,6 @@ def run_python(code: str, *args: str, **environ: str) -> subprocess.CompletedPro
     )
 
 
-# --- the text of an event
-
-
 def test_an_event_serializes_to_json_of_its_fields() -> None:
     """A value unknown to JSON is sent as text."""
     event = an_event(metadata={**an_event().metadata, "path": Path("/a/b")})
@@ -119,9 +116,6 @@ def test_text_that_is_no_event_is_refused_with_the_text(text: str) -> None:
     with pytest.raises(UserError, match="not a serialized Event") as caught:
         Event.deserialize(text)
     assert repr(text) in str(caught.value)
-
-
-# --- destinations
 
 
 def test_the_default_destination_is_null_and_does_not_serialize() -> None:
@@ -179,21 +173,11 @@ def test_an_unknown_destination_is_refused_with_the_known_ones(collector: Collec
     assert caught.value.args[0] == str(refused.value) == f"unknown event handler {name!r}; known are {known}"
 
 
-def test_the_same_name_gives_the_same_handler() -> None:
-    for name in ("null", "console", "dynamic_rendezvous"):
-        events.check_destination(name)
-        assert events.get_logging_handler(name) is events.get_logging_handler(name)
-    assert isinstance(events.get_logging_handler(), logging.NullHandler)
-
-
 @promise("events.loglevel-silence: `LOGLEVEL` does not silence events.")
 @pytest.mark.parametrize("loglevel", ["WARNING", "nonsense"])
 def test_loglevel_neither_silences_events_nor_crashes(loglevel: str) -> None:
     code = "from holdfast.telemetry.events import *\nrecord(Event('spoken', EventSource.AGENT), 'console')\n"
     assert json.loads(run_python(code, LOGLEVEL=loglevel).stderr)["name"] == "spoken"
-
-
-# --- registering
 
 
 def test_a_factory_is_called_once_and_its_handler_may_be_replaced() -> None:
@@ -214,31 +198,6 @@ def test_a_factory_is_called_once_and_its_handler_may_be_replaced() -> None:
     assert [len(handler.texts) for handler in (*made, successor)] == [2, 1]
 
 
-def test_what_is_no_handler_is_refused() -> None:
-    with pytest.raises(UserError, match="needs a name"):
-        events.register_handler("", Collector())
-    with pytest.raises(UserError, match=r"'odd'.*not int"):
-        events.register_handler("odd", 3)  # type: ignore[arg-type]
-    events.register_handler("odd", lambda: 3)  # type: ignore[arg-type, return-value]
-    with pytest.raises(UserError, match="made 3"):
-        events.record(an_event(), "odd")
-
-
-def test_many_threads_meeting_a_new_destination_send_each_event_once(collector: Collector) -> None:
-    barrier = threading.Barrier(8)
-
-    def speak() -> None:
-        barrier.wait(timeout=30)
-        events.record(an_event(), "collector")
-
-    threads = [threading.Thread(target=speak) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert len(collector.texts) == 8
-
-
 @promise("events.handler-fails-causes-warning: A handler that fails causes one warning and never breaks the run.")
 def test_a_handler_that_raises_costs_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(logging.Handler):
@@ -251,16 +210,6 @@ def test_a_handler_that_raises_costs_one_warning(caplog: pytest.LogCaptureFixtur
     (warning,) = warnings_in(caplog)
     assert "'broken'" in warning
     assert "out of order" in warning
-
-
-# --- rendezvous events
-
-
-def test_rendezvous_events_go_nowhere_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[RdzvEvent] = []
-    monkeypatch.setattr(events, "record_rdzv_event", sent.append)
-    events.construct_and_record_rdzv_event("run", "hello", NodeState.INIT)
-    assert sent == []
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from holdfast import hangs, signals
 from holdfast.rendezvous import handler
 from holdfast.rendezvous.api import RendezvousParameters
-from holdfast.rendezvous.membership.model import NodeFacts, Progress, Sealed, World
+from holdfast.rendezvous.membership.model import Progress
 from holdfast.rendezvous.membership.protocol import Leaving, Left
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests.promises import promise, proves
@@ -48,9 +47,6 @@ def test_the_others_hear_that_a_node_leaves(is_for_all_nodes: bool, monkeypatch:
     assert posted == ([] if is_for_all_nodes else [Leaving()])
     made.left()
     assert posted == [Leaving(), Left()]
-
-
-# Scripts.
 
 
 @proves("nodes.script-content-warns-once")
@@ -101,27 +97,3 @@ def test_the_coordinator_is_told_the_host(given: str, host: str, monkeypatch: py
     monkeypatch.setenv("HOLDFAST_HOST_NAME", given)
     made = handler.create_tcp_handler(RendezvousParameters("tcp", "node1:29400", "job7", 1, 4))
     assert (made._facts.host, made.node_id.startswith(os.uname().nodename)) == (host, True)
-
-
-@proves("nodes.script-content-warns-once")
-def test_a_node_warns_once_of_each_script_that_is_not_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    made = handler.create_tcp_handler(RendezvousParameters("tcp", "node1:29400", "job7", 1, 4))
-    made.introduce("trainer", 1, RestartPolicy(), script="dir/train.py")
-    made._facts = own = replace(made._facts, script="1")
-
-    def enter_round(number: int, first: NodeFacts) -> list[str]:
-        caplog.clear()
-        world = World.of(1, number, [first, replace(own, node_id="another"), own])
-        made._deliver(Sealed(own.key, world.place_of(own.key)))
-        return caplog.messages
-
-    first = NodeFacts("first", address="10.0.0.9", role="trainer", script="2")
-    (said,) = enter_round(1, first)
-    assert said == (
-        "dir/train.py on this node differs from the script of node 0 (10.0.0.9): the nodes run different programs; "
-        "copy the same file to all nodes"
-    )
-    assert enter_round(2, first) == []
-    assert enter_round(3, replace(first, script="1")) == []
-    assert enter_round(4, first) == []
-    assert len(enter_round(5, replace(first, script="3"))) == 1

@@ -103,11 +103,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[Signal, float], tuple[float, Bound] 
     "only the beginning is bounded, and broken": ({"start_timeout_s": 10.0}, {}, (10, Bound.START)),
     "what a loader reads does not end the beginning": ({"start_timeout_s": 10.0}, {IO: 0.5}, (10.5, Bound.START)),
     "nor does it end an eager bound": (EAGER, {IO: 0.5}, (10.5, Bound.START)),
-    "what moves later does": (
-        {"start_timeout_s": 10.0, "signals": frozenset({IO, CPU})},
-        {CPU: 1, IO: 10.5},
-        None,
-    ),
+    "what moves later does": ({"start_timeout_s": 10.0, "signals": frozenset({IO, CPU})}, {CPU: 1, IO: 10.5}, None),
     "a call does, also one that was not chosen": (
         {"start_timeout_s": 10.0, "signals": frozenset({IO})},
         {IO: 1, PROGRESS: 2},
@@ -183,7 +179,7 @@ STORIES: dict[str, tuple[dict[str, Any], Looks]] = {
     "while the agent's output is blocked nobody is judged": (
         {"hang_timeout_s": 10.0, "pattern": "x", "progress_every_s": 5.0},
         [
-            *((at, {OUTPUT: 1, PATTERN: 1}, BLIND, False) for at in range(2, 100, 2)),
+            *[(float(at), {OUTPUT: 1.0, PATTERN: 1.0}, BLIND, False) for at in range(2, 100, 2)],
             (102, {OUTPUT: 1, PATTERN: 1}, {}, False),
             (103, {OUTPUT: 1, PATTERN: 1}, {}, True),
         ],
@@ -242,9 +238,6 @@ def test_a_pattern_that_never_matches_is_complained_about_once(matched: float | 
     for text in group.complaints:
         assert r"'stpe \d+'" in text
         assert "the pattern is ignored" in text
-
-
-# Counters.
 
 
 @promise("""hangs.py-spy-read-worker: Where py-spy may not read a worker, writing its own stacks is not progress:
@@ -307,9 +300,6 @@ def test_signals_by_name() -> None:
     assert CPU not in DEFAULT_SIGNALS, "a collective that spins would look like work"
     with pytest.raises(UserError, match="unknown progress signal 'gpu'; known signals: output, pattern, cpu, io"):
         parse_signals("output,gpu")
-
-
-# Words.
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,8 @@ def test_alive_is_a_matter_of_the_callbacks_time(age_s: float, reason: str) -> N
 
 
 def test_a_callback_that_fails_is_told() -> None:
-    with serving(lambda: {}["progress"]) as server:
+    empty: dict[str, Any] = {}
+    with serving(lambda: empty["progress"]) as server:
         assert support.get_json(server.port) == (
             503,
             {"status": "stuck", "reason": "the alive callback failed: KeyError: 'progress'"},
@@ -124,9 +125,6 @@ def test_over_the_wire_on_ipv4_and_ipv6(monkeypatch: pytest.MonkeyPatch) -> None
         assert support.get_json(server.port) == (200, ALIVE)
 
 
-# The port.
-
-
 @promise("health.port-use-server-fails: A port that is in use, or a server that fails, causes one warning.")
 def test_a_taken_port_is_one_warning_and_a_free_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
@@ -135,40 +133,6 @@ def test_a_taken_port_is_one_warning_and_a_free_one_is_told(caplog: pytest.LogCa
         served, refused = caplog.messages
         assert str(first.port) in served
         assert refused.endswith(f"port {first.port} is taken")
-
-
-def test_the_port_is_released_and_may_be_used_again(no_descriptor_leak: None) -> None:
-    port = support.free_port()
-    server = HealthCheckServer(time.time, port, TIMEOUT_S)
-    for _ in range(3):
-        server.start()
-        server.start()
-        assert support.get_json(port) == (200, ALIVE)
-        server.stop()
-        server.stop()
-        assert support.get_json(port) == (0, {})
-
-
-def test_the_port_is_released_although_the_callback_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry_http, "_STOP_PATIENCE_S", 0.1)
-    was_asked, may_end = threading.Event(), threading.Event()
-
-    def hang() -> float:
-        was_asked.set()
-        may_end.wait(support.DEADLINE_S)
-        return time.time()
-
-    with serving(hang) as server, socket.create_connection(("127.0.0.1", server.port)) as caller:
-        caller.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert was_asked.wait(support.DEADLINE_S)
-        port = server.port
-        server.stop()
-        with socket.create_server(("", port)):
-            pass
-        may_end.set()
-
-
-# Callers that mean no good.
 
 
 @promise("""health.slow-callers-junk-lack: Slow callers, junk and a lack of descriptors do not prevent other callers
@@ -235,9 +199,6 @@ def test_without_descriptors_nothing_spins_and_the_caller_waits() -> None:
         process.stdin.flush()
         used_s = float(process.stdout.readline())
         assert used_s < 1.0, "it has looked again and again"
-
-
-# The agent's side.
 
 
 def test_a_loop_that_waits_is_not_busy() -> None:

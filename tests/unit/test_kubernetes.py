@@ -58,9 +58,6 @@ def read_command(text: str, index: int = 0) -> Any:
     return command_line.read([expanded(each, environment) for each in container["args"]])
 
 
-# --- validity -----------------------------------------------------------------------------------------------------
-
-
 def check_schema(document: Tree, version: str = "1.31") -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not there")
     validate.validate(document, version, strict=True)
@@ -93,10 +90,7 @@ def test_a_job_is_valid(render: Render, options: tuple[str, ...], version: str) 
     ("kind", "models"),
     [
         ("jobset", {"JobSet": "JobsetV1alpha2JobSet"}),
-        (
-            "trainjob",
-            {"TrainingRuntime": "TrainerV1alpha1TrainingRuntime", "TrainJob": "TrainerV1alpha1TrainJob"},
-        ),
+        ("trainjob", {"TrainingRuntime": "TrainerV1alpha1TrainingRuntime", "TrainJob": "TrainerV1alpha1TrainJob"}),
     ],
 )
 def test_a_jobset_and_a_trainjob_are_valid(
@@ -125,9 +119,6 @@ def test_the_commands_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         check_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec})
         kinds.append([*documents][-1])
     assert kinds == ["Job", "Job", "JobSet", "TrainJob", "Job"]
-
-
-# --- content ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_of_the_agent(render: Render) -> None:
@@ -360,9 +351,6 @@ def test_a_jobset_ends_for_good_where_its_job_does(render: Render) -> None:
 )
 def test_the_job_is_named_after_the_script(render: Render, script: tuple[str, ...], name: str) -> None:
     assert documents_of(render(script=script))["Job"]["metadata"]["name"] == name
-
-
-# --- bad input ----------------------------------------------------------------------------------------------------
 
 
 @promise("""kubernetes.name-amount-time-refuse: A name, an amount or a time that Kubernetes would refuse is refused with

@@ -72,9 +72,6 @@ def test_requests_that_mean_nothing_are_answered(operation: str, keys: tuple[str
     assert f"does not know {operation!r} with {len(keys)} keys and {len(values)} values" in answer.problem
 
 
-# Waiting.
-
-
 def test_who_waits_too_long_is_told_some_of_the_missing_keys() -> None:
     store = KeyValues()
     ask(store, "set", "k0", values=(b"",))
@@ -96,9 +93,6 @@ def test_a_key_that_was_deleted_meanwhile_is_waited_for_again() -> None:
     assert (client, answer.values) == ("b", (b"3", b"2"))
 
 
-# The generation.
-
-
 @proves("coordinator.store-lost-process-plug")
 @pytest.mark.parametrize("operation", ["set", "get", "wait", "check", "add", "compare_set", "delete"])
 def test_a_request_of_another_generation_is_refused(operation: str) -> None:
@@ -109,9 +103,6 @@ def test_a_request_of_another_generation_is_refused(operation: str) -> None:
     assert store.next_deadline() is None
 
 
-# Repetitions.
-
-
 def test_the_same_number_of_another_client_is_another_request() -> None:
     store = KeyValues()
     for sender in (b"one", b"two"):
@@ -119,15 +110,11 @@ def test_the_same_number_of_another_client_is_another_request() -> None:
     assert value(store, "n") == b"2"
 
 
-# Limits.
-
-
 def bounded(store_bytes: int) -> KeyValues:
     return KeyValues(limits=Limits(store_bytes=store_bytes))
 
 
-@promise("""coordinator.store-bound-request-most: The store has one bound, a request has at most 16,384 keys, and half
-    messages of strangers are bounded together.""")
+@promise("coordinator.store-bound-request-most: The store has one bound, and a request has at most 16,384 keys.")
 @proves("coordinator.run-store-keeps-limits")
 def test_a_full_store_takes_all_of_a_request_or_nothing() -> None:
     store = bounded(6000)
@@ -195,9 +182,6 @@ def test_whatever_could_be_sent_can_be_got() -> None:
     store.handle("a", request, 0.0)
     answers = store.handle("a", StoreRequest(b"", 2**63 - 1, "get", ("",)), 0.0)
     encode(answers[0][1])
-
-
-# Many.
 
 
 def test_many_that_are_late_are_told_a_part_at_a_time() -> None:

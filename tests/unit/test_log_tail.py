@@ -96,7 +96,7 @@ def test_every_attempt_is_read_to_its_end(log: Log) -> None:
     log.append("its last words\n")
     log.begin("in between\n")
     log.begin("new\n")
-    parts = []
+    parts: list[Part] = []
     while not tail.is_at_end or not parts:
         parts.append(log.look(tail))
     notes = ["", "", *(f"attempt {number} begins, in {log.paths[number]}" for number in (1, 2))]
@@ -162,9 +162,6 @@ def test_last_words_are_shown_once_and_only_after_all_before_them(log: Log) -> N
 )
 def test_what_a_page_shows_of_it(text: str, shown: str) -> None:
     assert picture.shown_of_log(Part(text))["text"] == shown
-
-
-# `holdfast logs` prints whole lines.
 
 
 class Reader:

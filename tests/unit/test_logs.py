@@ -6,9 +6,6 @@ import contextlib
 import errno
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import TextIO
 
@@ -133,12 +130,7 @@ class TestLayout:
         ],
     )
     def test_stdout_of_rank_0(
-        self,
-        tmp_path: Path,
-        redirects: Std,
-        tee: Std,
-        ranks_filter: set[int] | None,
-        expected: tuple[str, str | None],
+        self, tmp_path: Path, redirects: Std, tee: Std, ranks_filter: set[int] | None, expected: tuple[str, str | None]
     ) -> None:
         dest = DefaultLogsSpecs(str(tmp_path), redirects, tee, ranks_filter).reify(envs_for(2))
         names = {
@@ -268,22 +260,6 @@ class TestLogDir:
         assert repr(path) in str(caught.value)
         assert reason in str(caught.value)
         assert "\n" not in str(caught.value)
-
-    def test_cannot_be_written_without_permission(self) -> None:
-        """In a child that gives up root's powers, so that the permission bits count."""
-        code = (
-            "import os, sys\n"
-            "from holdfast.process.output.logs import DefaultLogsSpecs\n"
-            "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-            "try: DefaultLogsSpecs(sys.argv[1])\n"
-            "except ValueError as error: print(error)\n"
-        )
-        with tempfile.TemporaryDirectory() as path:
-            os.chmod(path, 0o555)
-            command = [sys.executable, "-c", code, path]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert f"log directory {path!r}" in done.stdout, done.stderr
-        assert "Permission denied" in done.stdout
 
     @proves("output.log-dir-becomes-unusable")
     def test_a_place_that_is_lost_costs_the_logs_until_it_is_back(

@@ -101,9 +101,6 @@ def test_a_measured_function_works_whatever_its_handler_does() -> None:
     assert metrics.prof(lambda: 3)() == 3
 
 
-# --- prof
-
-
 class Subject:
     @metrics.prof
     def succeed(self, a: int, *, b: int) -> int:

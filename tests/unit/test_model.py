@@ -31,9 +31,6 @@ def a_spec(**overrides: Any) -> WorkerSpec:
     )
 
 
-# --- WorkerSpec
-
-
 def test_spec_fields_keep_their_positions_and_defaults() -> None:
     parameters = inspect.signature(WorkerSpec).parameters.values()
     assert [(parameter.name, parameter.default) for parameter in parameters] == [
@@ -57,6 +54,7 @@ def test_spec_fields_keep_their_positions_and_defaults() -> None:
         ("hang_policy", None),
         ("events_file", ""),
         ("on_first_node", None),
+        ("checks", None),
         ("notice", None),
     ]
 
@@ -111,9 +109,6 @@ def test_entrypoint_names(entrypoint: Any, name: str) -> None:
     assert a_spec(entrypoint=entrypoint).get_entrypoint_name() == name
 
 
-# --- Worker, WorkerGroup, WorkerState
-
-
 def test_a_fresh_group_has_one_worker_a_local_rank_and_no_place() -> None:
     spec = a_spec(local_world_size=3)
     group = WorkerGroup(spec)
@@ -124,9 +119,6 @@ def test_a_fresh_group_has_one_worker_a_local_rank_and_no_place() -> None:
     assert [getattr(group, name) for name in given_by_a_round] == [None] * 5
 
 
-# --- RunResult
-
-
 def test_result_positions_and_defaults() -> None:
     failures: dict[int, Any] = {1: "failure"}
     result = RunResult(WorkerState.FAILED, {0: "value"}, failures, {2: "SIGTERM"})
@@ -134,9 +126,6 @@ def test_result_positions_and_defaults() -> None:
     empty = RunResult(WorkerState.SUCCEEDED)
     assert (empty.return_values, empty.failures, empty.stopped) == ({}, {}, {})
     assert empty.stopped is not RunResult(WorkerState.SUCCEEDED).stopped
-
-
-# --- the package
 
 
 def test_the_package_resolves_its_data_names_on_first_use() -> None:

@@ -34,14 +34,7 @@ from holdfast.rendezvous.membership.model import (
     StandBy,
     Stop,
 )
-from holdfast.rendezvous.membership.node import (
-    STANDING_CHANGES,
-    JoinRequested,
-    Participant,
-    Pushed,
-    Standing,
-    Welcomed,
-)
+from holdfast.rendezvous.membership.node import STANDING_CHANGES, JoinRequested, Participant, Pushed, Standing, Welcomed
 from holdfast.rendezvous.membership.node_lease import HangUp, LeaseSettings, Locate, NodeLease, SetLease
 from holdfast.rendezvous.membership.protocol import (
     Close,
@@ -111,9 +104,6 @@ def reconnect(node: Participant, at: float = JOINED_AT + 0.7, term: int = 1, las
     return said(node.step(Welcomed(term, last_round), at + 0.06))
 
 
-# What it says.
-
-
 def test_a_round_from_join_to_join() -> None:
     node = outside(last_round=4)
     first, again = NodeFacts("n", port=7), NodeFacts("n", port=8)
@@ -148,11 +138,7 @@ def test_success_is_said_once_and_again_on_the_next_connection() -> None:
             [Failed(1, FAILURE)],
             [Return(NodeFacts("n", port=1), SETTINGS, PLACE, Stage.RUNNING), Failed(1, FAILURE)],
         ),
-        (
-            member,
-            [Leaving()],
-            [Return(NodeFacts("n", port=1), SETTINGS, PLACE, Stage.RUNNING), Leaving()],
-        ),
+        (member, [Leaving()], [Return(NodeFacts("n", port=1), SETTINGS, PLACE, Stage.RUNNING), Leaving()]),
         (waiting, [Leaving()], [Leaving()]),
         (waiting, [Leaving(), Left()], [Left()]),
         (outside, [Close("enough")], [Close("enough")]),
@@ -261,9 +247,6 @@ def test_a_place_that_comes_after_its_lease_is_lost_at_once() -> None:
     assert [join.facts.key for join in said(commands)] == ["n/1"]
 
 
-# Losing its place.
-
-
 def test_one_that_is_expelled_kills_its_workers_and_comes_back_as_a_stranger() -> None:
     node = member()
     assert node.step(Pushed(Expelled("it was silent")), IN_TIME) == [SetLease(IN_TIME), PlaceLost(1, "it was silent")]
@@ -315,9 +298,6 @@ def test_within_the_lease_they_count(event: Any) -> None:
 def test_a_join_after_the_lease_is_a_strangers() -> None:
     [join] = said(member().step(JoinRequested(2), TOO_LATE))
     assert (join.facts.key, join.has_lost_place) == ("n/1", True)
-
-
-# Coordinators that are replaced.
 
 
 def test_a_coordinator_that_was_replaced_is_never_accepted_again() -> None:

@@ -36,15 +36,6 @@ def arrived(nodes: NodeTable) -> str:
     return "".join(node.facts.node_id for node in nodes.waiting_in_order())
 
 
-def test_nobody() -> None:
-    nodes = NodeTable()
-    assert (len(nodes), first(nodes), nodes.next_drop_at(), nodes.get("a/0")) == (0, None, None, None)
-    assert (nodes.open_keys(), nodes.dropped_by(9.0), nodes.claimants(0), nodes.waiting_keys()) == ((), [], [], ())
-    nodes.remove("a/0")
-    nodes.hear("a/0", 1.0)
-    nodes.check()
-
-
 def test_a_node_that_is_held_does_not_wait_before_its_time(nodes: NodeTable) -> None:
     def add_d(now: float, held_until: float) -> None:
         nodes.add(NodeFacts("d"), Stage.WAITING, now, held_until)
@@ -53,7 +44,7 @@ def test_a_node_that_is_held_does_not_wait_before_its_time(nodes: NodeTable) -> 
     add_d(4.0, 4.0)
     assert (arrived(nodes), nodes.next_release_at()) == ("abc", 9.0), "it is known, and held as before"
     nodes.drop(nodes["d/0"], 20.0)
-    assert [nodes.held_beyond(at) for at in (8.9, 9.0)] == [1, 0]
+    assert [nodes.out_beyond(at) for at in (8.9, 9.0)] == [1, 0]
     nodes.reopen(nodes["d/0"], 5.0)
     for at, waiting in ((8.9, "abc"), (9.0, "abcd")):
         nodes.release(at)
@@ -96,15 +87,6 @@ def test_who_joins_again_keeps_its_place_in_the_order_of_arrival(nodes: NodeTabl
     assert arrived(nodes) == "bca", "one that was gone has lost it"
 
 
-def test_only_those_who_wait_are_waiting(nodes: NodeTable) -> None:
-    add(nodes, "r", 3.0, Stage.RUNNING)
-    assert nodes.waiting == {"a/0", "b/0", "c/0"}
-    add(nodes, "a", 4.0, Stage.RUNNING)
-    nodes.remove("b/0")
-    assert (nodes.waiting, nodes.names_waiting()) == ({"c/0"}, ["c"])
-    assert (len(nodes), "b/0" in nodes, "r/0" in nodes) == (3, False, True)
-
-
 def test_one_whose_connection_is_closed_does_not_wait_and_is_lost_in_time(nodes: NodeTable) -> None:
     nodes.drop(nodes["b/0"], 7.0)
     nodes.drop(nodes["a/0"], 6.0)
@@ -129,14 +111,6 @@ def test_one_that_is_back_or_out_has_no_time_to_be_lost_at(nodes: NodeTable, how
     assert (nodes.next_drop_at(), nodes.dropped_by(100.0)) == (7.0, ["b/0"])
 
 
-def test_closed_again_it_is_lost_at_the_later_time(nodes: NodeTable) -> None:
-    nodes.drop(nodes["a/0"], 6.0)
-    nodes.reopen(nodes["a/0"], 5.0)
-    nodes.drop(nodes["a/0"], 9.0)
-    nodes.check()
-    assert (nodes.next_drop_at(), nodes.dropped_by(6.0), nodes.dropped_by(9.0)) == (9.0, [], ["a/0"])
-
-
 def test_claims_on_ranks() -> None:
     nodes = NodeTable()
     for name, rank in (("a", 1), ("b", 1), ("c", 0), ("d", None)):
@@ -145,14 +119,6 @@ def test_claims_on_ranks() -> None:
     nodes.remove("a/0")
     add(nodes, "c", 1.0, rank=2)
     assert [[node.key for node in nodes.claimants(rank)] for rank in range(3)] == [[], ["b/0"], ["c/0"]]
-
-
-def test_incarnations() -> None:
-    nodes, a0, a1, a2 = NodeTable(), *(NodeFacts("a", incarnation) for incarnation in range(3))
-    nodes.add(a1, Stage.WAITING, 0.0)
-    assert [nodes.earlier_self(each) for each in (a0, a1, a2)] == [None, None, "a/1"]
-    nodes.remove("a/1")
-    assert nodes.earlier_self(a2) is None
 
 
 @proves("coordinator.10-000-nodes-return")

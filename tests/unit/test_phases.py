@@ -75,6 +75,7 @@ def settings(min_nodes: int, max_nodes: int, max_restarts: int = 0, **fields: An
 
 ONE, PAIR, THREE, UP_TO_2, UP_TO_3 = settings(1, 1), settings(2, 2), settings(3, 3), settings(1, 2), settings(1, 3)
 RETRY, RETRY_3 = settings(2, 2, max_restarts=1), settings(1, 3, max_restarts=1)
+RETRY_2 = settings(1, 2, max_restarts=1)
 BACKOFF = settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0))
 UNCOUNTED = settings(1, 1, policy=RestartPolicy(0, uncounted_exit_codes=frozenset({9})))
 
@@ -91,9 +92,6 @@ def keys(names: str) -> tuple[str, ...]:
 def facts(name: str, **fields: Any) -> NodeFacts:
     node_id, _, incarnation = key(name).partition("/")
     return NodeFacts(node_id, int(incarnation), **fields)
-
-
-# What happens.
 
 
 def place(round: int, rank: int = 0, count: int = 2, used: int = 0, term: int = 1) -> Place:
@@ -146,9 +144,6 @@ def closes(reason: str = "enough", by: str = "a") -> From:
 
 def closed(name: str) -> ConnectionClosed:
     return ConnectionClosed(key(name))
-
-
-# What is done.
 
 
 def written(round: int, used: int = 0, outcome: Outcome | None = None) -> list[Any]:
@@ -283,10 +278,7 @@ FORMING: dict[str, Script] = {
         (26.5, heard("b"), []),
         (27.0, heard("a"), sealed(1, "a b")),
     ],
-    "too many: those who were first": [
-        *formed(PAIR),
-        (1.0, joined("c", PAIR), standby("c", 1, "2 nodes")),
-    ],
+    "too many: those who were first": [*formed(PAIR), (1.0, joined("c", PAIR), standby("c", 1, "2 nodes"))],
 }
 
 TAKEN = "this node has rank {0} (--node-rank, or 0 if it was not given), and a has it already; give --node-rank {1}"
@@ -614,7 +606,7 @@ RECOVERING: dict[str, Script] = {
         (2.0, joined("b", RETRY, B3, failure=failure("b")), ended("a b", gave_up("b", USED_UP), 3, 1)),
     ],
     "a member of an earlier round is expelled": [
-        (0.0, returned("b", RETRY, place(2, 1)), [Expel("b/0", GIVEN_AWAY.format(2))]),
+        (0.0, returned("b", RETRY, place(2, 1)), [Expel("b/0", GIVEN_AWAY.format(2))])
     ],
     "a later round than was written down is adopted": [
         (0.0, returned("b", RETRY, place(5, 1)), written(5, 1)),
@@ -707,7 +699,65 @@ FORGETFUL: dict[str, Script] = {
 }
 
 
-ALL = FORMING | REFUSED | RUNNING | FAILING | ADMITTING | UNAWARE | ENDING
+def stays_out(name: str, round: int, why: str = "") -> list[Any]:
+    words = f"this node stays out: {why}" if why else "this node stands by until its checks have ended"
+    return [Tell(keys(name), StandBy(round, words))]
+
+
+A2_OF_2, B2_OF_2 = place(1, 0, 2), place(1, 1, 2)
+UNREADY: dict[str, Script] = {
+    "no place while checks run; the last of them ends the wait": [
+        (0.0, joined("a", PAIR, unready=""), []),
+        (0.0, joined("b", PAIR, unready=""), []),
+        (0.5, joined("a", PAIR), []),
+        (0.6, joined("b", PAIR), sealed(1, "a b")),
+    ],
+    "a later round waits for checks that run, as for any node that is there": [
+        *formed(RETRY_2),
+        (1.0, failed("b"), broke("b")),
+        (2.0, joined("b", RETRY_2, B2_OF_2, unready=""), []),
+        (2.0, joined("a", RETRY_2, A2_OF_2), [*written(1, 1)]),
+        (3.0, joined("b", RETRY_2, B2_OF_2), sealed(2, "a b", 1)),
+    ],
+    "but not longer than the last call": [
+        *formed(RETRY_2),
+        (1.0, failed("b"), broke("b")),
+        (2.0, joined("b", RETRY_2, B2_OF_2, unready=""), []),
+        (2.0, joined("a", RETRY_2, A2_OF_2), [*written(1, 1)]),
+        (3.0, TIME, progress("a", 1, 2, 29.0)),
+        (7.0, TIME, [*sealed(2, "a", 1), *stays_out("b", 2)]),
+        (8.0, joined("b", RETRY_2, B2_OF_2), stop("a", "b joins", 2)),
+    ],
+    "a node that stays out is not waited for, and is let in when it is ready": [
+        *formed(RETRY_2),
+        (1.0, failed("b"), broke("b")),
+        (2.0, joined("b", RETRY_2, B2_OF_2, unready="its disk broke"), stays_out("b", 1, "its disk broke")),
+        (2.0, joined("a", RETRY_2, A2_OF_2), [
+            *written(1, 1), *sealed(2, "a", 1),
+            *stays_out("b", 2, "its disk broke"),
+        ]),
+        (8.0, joined("b", RETRY_2, B2_OF_2), stop("a", "b joins", 2)),
+    ],
+    "a newcomer whose checks run, or fail, disturbs nobody": [
+        (0.0, joined("a", UP_TO_2), []),
+        (5.0, TIME, sealed(1, "a")),
+        (6.0, joined("b", UP_TO_2, unready=""), stays_out("b", 1)),
+        (7.0, joined("b", UP_TO_2, unready="no link"), stays_out("b", 1, "no link")),
+        (8.0, closed("b"), []),
+        (9.0, joined("b", UP_TO_2, unready="no link"), stays_out("b", 1, "no link")),
+        (10.0, succeeded("a"), ended("a b", SUCCESS)),
+    ],
+    "too few without the nodes that stay out: they are named when the time is up": [
+        (0.0, joined("a", PAIR), []),
+        (0.0, joined("b", PAIR, unready="no link"), stays_out("b", 0, "no link")),
+        (1.0, TIME, progress("a", 2, 2, 29.0)),
+        (30.0, TIME, ended("a b", Outcome(
+            End.FAILED, "only 1 of at least 2 nodes joined within 30 s (1 missing); joined: a; b stays out: no link"
+        ), 0)),
+    ],
+}  # fmt: skip
+
+ALL = FORMING | REFUSED | RUNNING | FAILING | ADMITTING | UNAWARE | ENDING | UNREADY
 
 
 def step(run: Membership, event: Any, at: float) -> list[Any]:
@@ -744,6 +794,8 @@ def memory_of(commands: list[Any]) -> Memory:
     return [command.memory for command in commands if isinstance(command, Remember)][-1]
 
 
+@promise("""nodes.few-join-time-run: If too few nodes join in time, the run ends and says which nodes joined and how
+    many are missing.""")
 @promise("""nodes.newcomers-arrive-admit-delay: Newcomers that arrive within `--admit-delay` (5 s) of the first one are
     admitted together: the round is stopped once, or as soon as there is no more room. Newcomers that are gone again do
     not stop it. Each is told when it will be admitted.""")
@@ -769,9 +821,6 @@ def test_rules_after_the_coordinator_was_restarted(name: str) -> None:
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_rules_after_the_coordinator_has_lost_its_memory(name: str) -> None:
     after(FORGETFUL[name])
-
-
-# After a coordinator was replaced.
 
 
 @proves("coordinator.restart-earlier-charged")
@@ -854,9 +903,6 @@ def test_the_memory_fits_into_a_value_of_etcd() -> None:
         assert bool(memory_of(commands).members) == are_written
         memory = replace(memory_of(commands), outcome=Outcome(End.FAILED, long * 16_384, cause))
         assert len(msgspec.msgpack.encode(memory)) < 1_500_000
-
-
-# Restarts.
 
 
 @promise("""restarts.coordinator-replaced-backoff: A coordinator that is replaced while a backoff runs waits for the
@@ -1111,9 +1157,6 @@ def test_losses_survive_the_coordinator() -> None:
     assert memory_of(lose_b(again, TWICE, 5, host="other")).outcome == Outcome(End.FAILED, LOST_TWICE, is_final=True)
 
 
-# A host that was lost repeatedly waits.
-
-
 def waits(name: str, round: int, left_s: int, count: int = 2, host: str = "h") -> list[Any]:
     why = f"because host {host} was lost {count} times in the last hour"
     return [Tell(keys(name), StandBy(round, f"this node stands by for {left_s} s more, {why}"))]
@@ -1212,10 +1255,8 @@ def test_what_a_node_waits_for_is_written_down_before_it_is_told() -> None:
     assert step(run, joined("b4", HOSTS_2, host="h"), 226.0) == waits("b4", 2, 5), "it is known by now"
 
 
-# Settings.
-
-
-@proves("etcd-runs.nodes-left-first-round")
+@promise("""etcd-runs.nodes-left-first-round: When all nodes have left before the first round, the next may come with
+    other settings. This holds with a coordinator, too.""")
 @pytest.mark.parametrize(
     ("story", "is_fixed"),
     [
@@ -1238,9 +1279,6 @@ def test_settings_are_free_again_when_all_have_left_before_the_first_round(story
         run.check()
     commands = run.step(joined("c", settings(1, 2, lease_s=49.0)), 21.0)
     assert any(isinstance(each, Tell) and isinstance(each.message, Refused) for each in commands) == is_fixed
-
-
-# Many nodes.
 
 
 def test_many_lost_nodes_are_not_all_named() -> None:

@@ -16,13 +16,7 @@ from tests.promises import proves
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [
-        (None, ()),
-        ("", ()),
-        ("torch", ("torch",)),
-        (" a.b , c,,a.b", ("a.b", "c")),
-        (["x", "y.z"], ("x", "y.z")),
-    ],
+    [(None, ()), ("", ()), ("torch", ("torch",)), (" a.b , c,,a.b", ("a.b", "c")), (["x", "y.z"], ("x", "y.z"))],
 )
 def test_names(value: Any, expected: tuple[str, ...]) -> None:
     assert preload.module_names(value) == expected

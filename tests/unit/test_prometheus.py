@@ -144,9 +144,6 @@ def test_the_docs_have_a_row_for_each() -> None:
     assert found == expected, "\n".join(expected)
 
 
-# The page that is kept.
-
-
 def test_a_page_is_made_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 

@@ -49,10 +49,6 @@ def write_and_close(fd: int, data: bytes) -> None:
     os.close(fd)
 
 
-def pump_threads() -> set[threading.Thread | None]:
-    return {thread for thread in threading.enumerate() if thread.name == "holdfast-pump"}
-
-
 class Rig:
     """A pump, its warnings, and files that stand for the consoles."""
 
@@ -486,21 +482,6 @@ class TestTrouble:
         rig.copy((rig.add("log", b"[w0]:"), b"x" * 5_000_000))
         assert len(rig.warnings) == 1
 
-    def test_failing_poll_is_reported_and_tried_again(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-        serve, failures = Pump._serve_ready, [MemoryError("none left")]
-
-        def flaky(self: Pump) -> None:
-            serve(self)
-            if failures:
-                raise failures.pop()
-
-        monkeypatch.setattr(Pump, "_serve_ready", flaky)
-        rig.copy((rig.add("log"), b""), (rig.add("log"), b"after all"))
-        assert rig.file("log") == b"after all"
-        wait_until(lambda: bool(rig.warnings), "the failure is reported")
-        assert len(rig.warnings) == 1
-        assert "MemoryError: none left" in rig.warnings[0]
-
     def test_failing_warning_callback_does_not_stop_the_pump(self, tmp_path: Path) -> None:
         def warn(text: str) -> None:
             raise SystemExit(text)
@@ -599,19 +580,6 @@ def test_a_console_holds_workers_up_only_if_it_blocks_for_a_while(rig: Rig, monk
     console.close()
 
 
-def test_close_returns_though_both_consoles_are_blocked(rig: Rig) -> None:
-    """The files are completed."""
-    stdout, stderr = BlockedConsole(), BlockedConsole()
-    for name, console in (("out", stdout), ("err", stderr)):
-        write_and_close(rig.add(name, b"", console.write_fd), b"text\n")
-    rig.pump.close()
-    assert rig.file("out") == rig.file("err") == b"text\n"
-    assert rig.pump.thread is not None
-    assert not rig.pump.thread.is_alive()
-    stdout.close()
-    stderr.close()
-
-
 @pytest.mark.parametrize("kind", ["a socket", "a terminal", "an object"])
 def test_consoles_that_are_no_pipes(rig: Rig, kind: str) -> None:
     """A socket cannot be opened once more without blocking."""
@@ -636,19 +604,6 @@ def test_consoles_that_are_no_pipes(rig: Rig, kind: str) -> None:
 
 
 class TestDrainAndClose:
-    def test_drain_waits_only_for_streams_added_so_far(self, rig: Rig) -> None:
-        first_fd = rig.add("first")
-        drained: list[bool] = []
-        waiting = threading.Thread(target=lambda: drained.append(rig.pump.drain(DEADLINE_S)))
-        waiting.start()
-        wait_until(lambda: bool(rig.pump._changed._waiters), "drain is waiting")  # type: ignore[attr-defined]
-        second_fd = rig.add("second")
-        os.close(first_fd)
-        waiting.join(DEADLINE_S)
-        assert drained == [True]
-        assert not rig.pump.drain(0.01)
-        rig.copy((second_fd, b""))
-
     def test_close_takes_what_is_there_from_a_stream_without_end(self, rig: Rig) -> None:
         """As when a process that outlived its worker still holds the stream."""
         write_fd = rig.add("log", b"[w0]:")
@@ -751,15 +706,6 @@ class TestChannel:
         assert rig.warnings == []
 
     @proves("output.terminal-worker-stderr-terminal")
-    def test_a_worker_on_a_terminal_sees_its_new_size(self, rig: Rig, terminal: int) -> None:
-        write_fd = rig.add("log", None, console_fd=terminal, tty_fd=terminal)
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 44, 88, 0, 0))
-        write_all(write_fd, b"x\n")
-        wait_until(lambda: os.get_terminal_size(write_fd) == (88, 44), "the new size is passed on")
-        rig.copy((write_fd, b""))
-        assert rig.warnings == []
-
-    @proves("output.terminal-worker-stderr-terminal")
     def test_nothing_is_lost_at_the_end_of_a_terminal(self, rig: Rig, terminal: int) -> None:
         code = (
             "import os, signal\n"
@@ -791,16 +737,6 @@ class TestSharedTerminal:
         rig.copy((first, b"yes\n"), (second, b""))
         assert rig.console() == b"[0]:line\n[0]:prompt? \n[1]:other\n[0]:prompt? yes\n"
         assert rig.file("log0") == b"line\nprompt? yes\n"
-
-    def test_text_of_holdfast_ends_an_open_line(self, rig: Rig) -> None:
-        view = TerminalView()
-        write_fd = self.add(rig, view, 0)
-        write_all(write_fd, b"prompt? ")
-        wait_until(lambda: rig.console() == b"[0]:prompt? ", "it is shown")
-        with open(rig.console_fd, "w", closefd=False) as console:
-            stdio.write(console, "holdfast: text\n")
-        rig.copy((write_fd, b"yes\n"))
-        assert rig.console() == b"[0]:prompt? \nholdfast: text\n[0]:prompt? yes\n"
 
     def test_close_writes_what_waits(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(folding, "FOLD_WAIT_S", 3600.0)

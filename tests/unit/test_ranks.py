@@ -12,13 +12,7 @@ from holdfast.agent.model import Worker, WorkerSpec
 from holdfast.agent.ranks import Assignment, Member
 from holdfast.rendezvous.store import InProcessStore
 
-WORLD = [
-    Member("ps", 4),
-    Member("trainer", 1),
-    Member("trainer", 2),
-    Member("trainer", 3),
-    Member("ps", 5),
-]
+WORLD = [Member("ps", 4), Member("trainer", 1), Member("trainer", 2), Member("trainer", 3), Member("ps", 5)]
 
 ASSIGNMENTS = [
     Assignment(0, 15, 0, 9),

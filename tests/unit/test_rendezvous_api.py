@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
 import socket
 import subprocess
 import sys
 import threading
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +24,7 @@ from holdfast.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from holdfast.rendezvous.store import InProcessStore
+from tests import support
 
 
 def parameters(backend: str = "own", **kwargs: Any) -> RendezvousParameters:
@@ -119,10 +117,12 @@ def test_get() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(None, None), (True, True), (False, False), (1, True), (0, False)]
-    + [(text, True) for text in ("1", "true", "TRUE", "t", "Yes", "y")]
-    + [(text, False) for text in ("0", "false", "False", "F", "no", "N")]
-    + [(value, "'flag' is") for value in (2, -1, "2", "", "on", " true", 1.0, [], b"1")],
+    [
+        *[(None, None), (True, True), (False, False), (1, True), (0, False)],
+        *[(text, True) for text in ("1", "true", "TRUE", "t", "Yes", "y")],
+        *[(text, False) for text in ("0", "false", "False", "F", "no", "N")],
+        *[(value, "'flag' is") for value in (2, -1, "2", "", "on", " true", 1.0, [1], b"1")],
+    ],
 )
 def test_get_as_bool(value: Any, expected: bool | str | None) -> None:
     if isinstance(expected, str):
@@ -156,17 +156,6 @@ def test_store_address_is_published_by_rank_0_and_read_by_all() -> None:
     assert store.get(RendezvousStoreInfo.MASTER_PORT_KEY) == b"1234"
 
 
-def ports_of_this_process() -> set[int]:
-    """The local ports of all sockets that are open here; another process cannot disturb this."""
-    ports = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if os.readlink(fd).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(fd.name))) as one:
-                    ports.add(one.getsockname()[1] if one.family != socket.AF_UNIX else 0)
-    return ports
-
-
 def test_store_address_defaults_to_the_host_name_and_a_port_that_is_held() -> None:
     built = RendezvousStoreInfo.build(0, InProcessStore(), None)
     assert built.master_addr == socket.getfqdn()
@@ -177,10 +166,10 @@ def test_store_address_defaults_to_the_host_name_and_a_port_that_is_held() -> No
         worker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         worker.bind(("127.0.0.1", port))
         worker.listen()
-    assert port in ports_of_this_process()
+    assert port in support.ports_of_this_process()
     del built
     gc.collect()
-    assert port not in ports_of_this_process()
+    assert port not in support.ports_of_this_process()
 
 
 def test_rendezvous_info_is_read_only() -> None:

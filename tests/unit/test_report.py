@@ -76,27 +76,18 @@ def failed(exitcode: int, message: str = "", rank: int = 5, pid: int = 1, **evid
             failed(-11, stack=SEGFAULT_STACK, stderr_tail="epoch 3\n"),
             "was killed by SIGSEGV (pid 1): in step, /home/me/train.py line 7",
         ),
-        (
-            failed(-11, stack=LIBRARY_STACK),
-            "was killed by SIGSEGV (pid 1): in step, /home/me/train.py line 7",
-        ),
+        (failed(-11, stack=LIBRARY_STACK), "was killed by SIGSEGV (pid 1): in step, /home/me/train.py line 7"),
         (
             failed(-11, stack=LIBRARY_STACK.replace("/home/me/train.py", "/usr/lib/python3/dist-packages/x.py")),
             "was killed by SIGSEGV (pid 1): in string_at, /usr/lib/python3.11/ctypes/__init__.py line 519",
         ),
-        (
-            failed(-9, memory=OOM),
-            f"was killed by the kernel for using too much memory (SIGKILL, pid 1): {OOM}",
-        ),
+        (failed(-9, memory=OOM), f"was killed by the kernel for using too much memory (SIGKILL, pid 1): {OOM}"),
         (
             failed(-9, note="its spawner was killed", stderr_tail="x\n"),
             "was killed by SIGKILL (pid 1): its spawner was killed",
         ),
         (failed(7), "exited with code 7 (pid 1)"),
-        (
-            failed(7, stderr_tail="start\n 10%\r 20%\r\nno such file\n \n"),
-            "exited with code 7 (pid 1): no such file",
-        ),
+        (failed(7, stderr_tail="start\n 10%\r 20%\r\nno such file\n \n"), "exited with code 7 (pid 1): no such file"),
         (failed(7, stderr_tail=" 10%\r 20%\n"), "exited with code 7 (pid 1): 20%"),
         (failed(7, stderr_tail="\x1b[31mred\x1b[0m\x07 alert\n"), "exited with code 7 (pid 1): red\\x07 alert"),
         (
@@ -104,10 +95,7 @@ def failed(exitcode: int, message: str = "", rank: int = 5, pid: int = 1, **evid
             "was killed by SIGABRT (pid 1): what(): [Rank 1] Watchdog caught collective operation "
             "timeout: WorkNCCL(SeqNum=4) ran for 1800011 ms",
         ),
-        (
-            failed(-6, stderr_tail="free(): invalid pointer\n"),
-            "was killed by SIGABRT (pid 1): free(): invalid pointer",
-        ),
+        (failed(-6, stderr_tail="free(): invalid pointer\n"), "was killed by SIGABRT (pid 1): free(): invalid pointer"),
         (failed(1, pid=0, refusal="no such file"), "could not be started: no such file"),
         # A hang is told as one however it was stopped.
         *((failed(code, **HUNG), f"hung: {HUNG['hang']} (pid 1)") for code in (0, -15, -9)),
@@ -157,13 +145,7 @@ def test_ranks_text(ranks: list[int], text: str) -> None:
 
 def test_a_block_without_evidence_has_its_fields_only() -> None:
     block = failure_block(4, {"time": "now", "traceback": "Traceback:\n  File\nE: x\n"}, Evidence())
-    assert block.split("\n") == [
-        "[4]:",
-        "  time      : now",
-        "  traceback : Traceback:",
-        "    File",
-        "  E: x",
-    ]
+    assert block.split("\n") == ["[4]:", "  time      : now", "  traceback : Traceback:", "    File", "  E: x"]
 
 
 @promise("""failures.report-shows-traceback-once: The report shows a traceback once: not again as the end of stderr,

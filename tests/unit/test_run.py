@@ -61,9 +61,6 @@ def pair() -> Run:
     return run
 
 
-# The order of writing and telling.
-
-
 @promise("""coordinator.nodes-told-written-down: What nodes are told is written down before. While one write is under
     way only the newest memory waits.""")
 def test_a_round_is_told_when_it_is_written_down() -> None:
@@ -109,9 +106,6 @@ def test_a_connection_that_is_closed_while_the_term_is_raised_is_not_welcomed() 
     run = Run(0.0, term=1)
     feed(run, opened(1, "a", term=7), Closed(1, by_peer=True))
     assert said(feed(run, TermRaised(8))) == []
-
-
-# Identity.
 
 
 def test_a_connection_that_has_not_joined_is_a_stranger() -> None:
@@ -218,9 +212,6 @@ def test_a_node_that_is_done_says_so_on_a_new_connection() -> None:
     assert not run.membership.nodes
 
 
-# Closed connections.
-
-
 @promise("""coordinator.close-doubtful-gives-place: After a close of its own, or a doubtful one, the coordinator gives a
     place away after the whole lease; after a close by the node, after `drop_timeout`, also under TLS.""")
 @pytest.mark.parametrize(("by_peer", "lost_at"), [(True, 12.0), (False, 15.0)])
@@ -238,9 +229,6 @@ def test_a_close_that_is_the_machines_own_word_is_not_reported_again() -> None:
     run = pair()
     feed(run, opened(3, "a"), joined(3, "a", incarnation=1, has_lost_place=True))
     assert feed(run, Closed(1, by_peer=False)) == Ready()
-
-
-# The end of a run.
 
 
 @promise("""coordinator.run-client-forgotten-few: A run without a client is forgotten after a few minutes, but not
@@ -304,9 +292,6 @@ def test_a_new_run_ends_and_leaves_its_own_record() -> None:
     record = run.membership.record()
     assert record is not None
     assert (record.last_round, record.outcome) == (8, Outcome(End.SUCCEEDED, "all workers have succeeded"))
-
-
-# What nodes know when the memory is lost.
 
 
 @promise("""coordinator.memory-lost-restarts-nodes: If the memory is lost, restarts that nodes have heard of still

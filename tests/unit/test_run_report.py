@@ -165,9 +165,6 @@ def test_failures_of_several_nodes_become_one_list() -> None:
     assert cascade_of([Failure(rank=2)]) == ()
 
 
-# From the outcome of a run.
-
-
 def group_of(nodes: int) -> WorkerGroup:
     group = WorkerGroup(WorkerSpec("trainer", 2, None, entrypoint="/bin/job"))
     group.group_world_size, group.group_rank = nodes, 0
@@ -233,9 +230,6 @@ def test_a_lost_node_explains_what_failed_around_it() -> None:
 @pytest.mark.parametrize("outcome", [None, Outcome(End.FAILED, "only 1 of at least 2 nodes joined")])
 def test_without_a_failure_there_is_no_report(outcome: Outcome | None) -> None:
     assert report_of(outcome) is None
-
-
-# What dead workers have left.
 
 
 @proves("failures.report-names-core-files")

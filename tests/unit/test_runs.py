@@ -54,9 +54,6 @@ def test_an_agent_cannot_speak_for_another_process(opened: ExitStack) -> None:
     assert LocalRun([an_agent(opened, {"pid": 1, "run_id": "job7"})]).local_agents() == []
 
 
-# Decoding.
-
-
 @promise("""steering.agents-coordinators-minor: Agents and coordinators of another minor version can be read: unknown
     fields are ignored, missing ones have defaults.""")
 @pytest.mark.parametrize("kind", [AgentStatus, RunStatus])
@@ -83,9 +80,6 @@ def test_agents_and_coordinators_of_other_versions_are_understood(kind: type[Any
 def test_a_status_is_checked_as_a_whole(junk: dict[str, Any]) -> None:
     with pytest.raises(HostError, match="the coordinator sent an answer that makes no sense"):
         ask.decoded(junk, RunStatus, "the coordinator")
-
-
-# Views.
 
 
 class Nodes(AskedRun):
@@ -184,9 +178,6 @@ def test_a_large_run_is_summed_up() -> None:
     assert [line.split()[1] for line in lines if re.match(r"[37] +n", line)] == ["n3", "n7"]
     assert [line for line in lines if re.match(r"9 +9 +17 +failed", line)]
     assert len(status.text_of(view).splitlines()) > 128
-
-
-# Which run.
 
 
 def open_run(

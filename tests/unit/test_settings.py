@@ -240,9 +240,6 @@ def test_a_setting_without_effect_is_said_to_have_none(caplog: pytest.LogCapture
     assert "heartbeat_timeout has no effect" in message
 
 
-# The text of --rdzv-conf.
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -268,9 +265,6 @@ def test_rdzv_conf(text: str, expected: dict[str, str] | str) -> None:
         parse_rendezvous_config(text)
     assert str(caught.value).startswith(f"rendezvous settings {text!r}: {expected}")
     assert isinstance(caught.value, HoldfastError)
-
-
-# etcd.
 
 
 @pytest.mark.parametrize(
@@ -316,9 +310,6 @@ BOTH, NONE = TlsFiles("c", "k", "a"), TlsFiles()
 def test_tls_of_etcd(endpoint: str, config: dict[str, Any], for_agents: TlsFiles, for_etcd: TlsFiles) -> None:
     chosen = read("etcd", endpoint, **config)
     assert (chosen.tls, chosen.access.tls) == (for_agents, for_etcd)
-
-
-# Tokens.
 
 
 def test_the_token_of_a_file_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

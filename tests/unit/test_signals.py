@@ -293,21 +293,3 @@ def test_a_new_size_of_the_terminal_ends_nothing_and_is_passed_on() -> None:
         assert not box.has_pending
         box.raise_pending()
     assert signal.getsignal(S.SIGWINCH) == signal.SIG_DFL
-
-
-def test_a_program_keeps_its_own_handler_for_the_size() -> None:
-    heard: list[int] = []
-    own = signal.signal(S.SIGWINCH, lambda number, frame: heard.append(number))
-    try:
-        with signals.deferred():
-            signal.raise_signal(S.SIGWINCH)
-        assert heard == [S.SIGWINCH]
-    finally:
-        signal.signal(S.SIGWINCH, own)
-
-
-def test_a_user_may_want_the_signal_for_the_size_to_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(signals.SIGNALS_VARIABLE, "SIGWINCH")
-    with signals.deferred() as box:
-        signal.raise_signal(S.SIGWINCH)
-        assert box.take() == S.SIGWINCH

@@ -41,9 +41,7 @@ KEYS = (
 )
 LEAVES = KEYS | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False) | st.binary(max_size=3000)
 TREES = st.recursive(
-    LEAVES,
-    lambda more: st.lists(more) | st.lists(more).map(tuple) | st.dictionaries(KEYS, more),
-    max_leaves=20,
+    LEAVES, lambda more: st.lists(more) | st.lists(more).map(tuple) | st.dictionaries(KEYS, more), max_leaves=20
 )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from holdfast.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from holdfast.rendezvous.store import barrier
+from tests import support
 from tests.promises import promise, proves
 
 
@@ -31,33 +30,12 @@ def standalone(nodes: int = 1, endpoint: str = "", **config: Any) -> RendezvousH
     return static.create_standalone_handler(params)
 
 
-def fixed(nodes: int = 1, endpoint: str = "host:29500", **config: Any) -> RendezvousHandler:
+def fixed(nodes: int = 1, endpoint: str = "host:29500", **config: Any) -> Any:
     config = {"rank": 0, "timeout": 900, **config}
     return static.create_rdzv_handler(RendezvousParameters("static", endpoint, "run", 1, nodes, **config))
 
 
 either = pytest.mark.parametrize("create", [standalone, fixed])
-
-
-def ports_of_this_process() -> set[int]:
-    """The local ports of all sockets that are open here; another process cannot disturb this."""
-    ports = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if os.readlink(fd).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(fd.name))) as one:
-                    ports.add(one.getsockname()[1] if one.family != socket.AF_UNIX else 0)
-    return ports
-
-
-@either
-def test_handler_facts(create: Any) -> None:
-    handler = create()
-    assert handler.get_backend() == ("static" if create is fixed else "standalone")
-    assert handler.get_run_id() == "run"
-    assert handler.use_agent_store is False
-    assert handler.num_nodes_waiting() == 0
-    assert handler.is_closed() is False
 
 
 @promise("""rendezvous.start-group-empty-store: Every start of the group has an empty store, and with `standalone` its
@@ -97,18 +75,18 @@ def test_standalone_holds_a_fresh_port_in_each_round() -> None:
     for _ in range(5):
         master = handler.next_rendezvous().bootstrap_store_info
         assert master.master_addr == "127.0.0.1"
-        assert master.master_port in ports_of_this_process()
+        assert master.master_port in support.ports_of_this_process()
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", master.master_port))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", master.master_port), timeout=30)
         ports.append(master.master_port)
     assert len(set(ports)) == len(ports)
-    assert ports_of_this_process() & {*ports} == {ports[-1]}
+    assert support.ports_of_this_process() & {*ports} == {ports[-1]}
     handler.set_closed()
-    assert ports_of_this_process() & {*ports} == {ports[-1]}
+    assert support.ports_of_this_process() & {*ports} == {ports[-1]}
     handler.shutdown()
-    assert ports_of_this_process() & {*ports} == set()
+    assert support.ports_of_this_process() & {*ports} == set()
 
 
 @proves("rendezvous.master-port-reserved-rank")
@@ -265,7 +243,7 @@ def test_shutdown_in_another_thread(create: Any) -> None:
             asking.result(60)
     assert str(caught.value).endswith(f"after round {len(rounds)}")
     if create is standalone:
-        assert rounds[-1].bootstrap_store_info.master_port not in ports_of_this_process()
+        assert rounds[-1].bootstrap_store_info.master_port not in support.ports_of_this_process()
 
 
 @proves("nodes.static-torch-job-several")

@@ -72,6 +72,7 @@ def test_the_json_form() -> None:
         "history": plain(PAST.told(100.0)),
         "output": {},
         "snapshots": None,
+        "checks": [],
         "notice": None,
     }
 
@@ -113,8 +114,7 @@ def worker(rank: int, id_: Any = None) -> Worker:
 
 
 @pytest.mark.parametrize(
-    ("end", "state"),
-    [((0, False, 9.0), "succeeded"), ((3, False, 9.0), "failed"), ((-15, True, None), "stopped")],
+    ("end", "state"), [((0, False, 9.0), "succeeded"), ((3, False, 9.0), "failed"), ((-15, True, None), "stopped")]
 )
 def test_the_life_of_a_worker(end: tuple[int, bool, float | None], state: str) -> None:
     waiting = publisher.worker_status(None, worker(4), {}, None)

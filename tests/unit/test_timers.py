@@ -38,9 +38,6 @@ from tests.support import DEADLINE_S
 NEVER = 1e12  # As a time: long after now.
 
 
-# Requests
-
-
 class Special(TimerRequest):
     pass
 
@@ -73,9 +70,6 @@ def test_names_and_attributes_that_users_know() -> None:
         assert getattr(api, name) is getattr(holdfast.timer, name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         holdfast.timer.nothing  # noqa: B018
-
-
-# expires
 
 
 class Recorder(TimerClient):
@@ -163,9 +157,6 @@ def test_a_broken_release_hides_neither_result_nor_exception(caplog: pytest.LogC
     assert "gone" in caplog.text
 
 
-# The turns of a server
-
-
 class ScriptedServer(TimerServer):
     """Its workers are letters. Reports those of `expired` as such, and reaps as told; the first turn may fail."""
 
@@ -237,9 +228,6 @@ def test_an_interval_that_cannot_be_waited_for_is_refused(interval: float) -> No
         LocalTimerServer(queue.Queue(), interval)  # type: ignore[arg-type]
 
 
-# The timers of processes
-
-
 @pytest.fixture
 def local() -> LocalTimerServer:
     return LocalTimerServer(queue.Queue())  # type: ignore[arg-type]
@@ -263,11 +251,7 @@ def test_which_timers_are_armed_and_which_have_expired(local: LocalTimerServer) 
     ("first", "second", "kept"), [(7, 7, ["a", "b"]), (7, 8, ["b"]), (None, 8, ["b"]), (7, None, [])]
 )
 def test_a_process_that_got_the_pid_of_another_has_only_its_own_timers(
-    local: LocalTimerServer,
-    first: int | None,
-    second: int | None,
-    kept: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    local: LocalTimerServer, first: int | None, second: int | None, kept: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for started, scope, later_s in ((first, "a", 0), (second, "b", 1)):
         monkeypatch.setattr(server, "start_time", lambda pid, at=started: at)
@@ -283,19 +267,13 @@ def test_items_that_are_no_requests_are_skipped(local: LocalTimerServer, caplog:
     assert len([each for each in caplog.messages if "is not a timer request" in each]) == len(junk)
 
 
-# What crosses the pipe
-
-
 def test_a_request_is_one_line_of_json_with_the_known_keys() -> None:
     line = encode(FileTimerRequest(12, "a\nb", 3.5, signal=9))
     assert (line[-2:], line.count(b"\n")) == (b"}\n", 1)
     assert json.loads(line) == {"version": 1, "pid": 12, "scope_id": "a\nb", "expiration_time": 3.5, "signal": 9}
 
 
-@pytest.mark.parametrize(
-    ("scope", "when", "error"),
-    [("x" * 5000, 1.0, RuntimeError), (7, 1.0, UserError)],
-)
+@pytest.mark.parametrize(("scope", "when", "error"), [("x" * 5000, 1.0, RuntimeError), (7, 1.0, UserError)])
 def test_what_the_server_would_refuse_is_not_sent(scope: Any, when: float, error: type[Exception]) -> None:
     """Any attempt to send it would end in another error: there is no pipe."""
     with pytest.raises(error):

@@ -15,7 +15,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from holdfast import signals
 from holdfast.agent import causes, lifecycle, ranks, sinks
@@ -50,6 +50,9 @@ from holdfast.rendezvous.membership.model import (
 )
 from holdfast.signals import NodeWentAway, RunClosed, RunWentAway, SignalException
 
+if TYPE_CHECKING:
+    from holdfast.agent.node_checks import NodeChecks
+
 logger = Logger(__name__)
 
 # For how long a node that has reported a hang keeps its workers, so that every node can take stacks.
@@ -68,10 +71,11 @@ class AgentLoop:
         peers_timeout_s: float,
         grace_s: float,
         told: Sequence[Sink],
+        checks: NodeChecks | None = None,
         notice: NodeNotice | None = None,
     ) -> None:
         self._group, self._workers, self._run, self._told = group, workers, run, told
-        self._notice = notice or NodeNotice(None, workers, run, grace_s, told)
+        self._checks, self._notice = checks, notice or NodeNotice(None, workers, run, grace_s, told)
         self._grace_s = grace_s
         self._machine = Lifecycle(peers_timeout_s)
         self._place: Place | None = None
@@ -168,12 +172,18 @@ class AgentLoop:
         if workers is not None:
             fds += [fd for fd in [workers.fileno()] if fd is not None]
             deadlines.append(workers.deadline())
+        checks = self._checks if self._machine.phase is AgentPhase.JOINING else None
+        if checks is not None:
+            fds += checks.fds()
+            deadlines.append(checks.deadline())
         deadline = min((each for each in deadlines if each is not None), default=None)
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         wait_readable(fds, timeout_s, writable=workers.unsent_fds() if workers is not None else ())
         self._heed()
         if ends_at is not None and time.monotonic() >= ends_at:
             return [lifecycle.PeersTimedOut(self._machine.round)]
+        if checks is not None and checks.poll():
+            run.tell_ready(checks.unready)
         if not self._is_watching():
             return run.take()
         looks = {AgentPhase.STARTING: self._look_at_start, AgentPhase.STOPPING: self._look_at_stop}
@@ -317,10 +327,13 @@ class AgentLoop:
         self._workers.prepare(self._run)
         result, round = self._result, self._machine.round
         has_failed = self._failed_round == round > 0 and bool(result.failures)
+        failure = causes.failure_of(result, round, with_evidence=True) if has_failed else None
         self._run.advance = self._workers.advance()
         if self._workers.snapshots is not None:
             self._workers.snapshots.tell(self._run)
-        self._run.join(causes.failure_of(result, round, with_evidence=True) if has_failed else None)
+        if self._checks is not None:
+            self._run.unready = self._checks.want_place(failure)
+        self._run.join(failure)
 
     def _enter(self, sealed: Sealed) -> None:
         self._place = sealed.place
@@ -388,6 +401,8 @@ class AgentLoop:
         result.report = causes.report_of(result, *known) if end is End.FAILED else None
         if result.report is not None and self._workers.snapshots is not None:
             result.report = changed(result.report, steps_lost=self._workers.snapshots.steps_lost)
+        if result.report is not None and self._checks is not None:
+            result.report = changed(result.report, checks=self._checks.failed())
         if outcome is not None:
             causes.add_agreed_cause(result, outcome, group.group_world_size or 1)
         return result

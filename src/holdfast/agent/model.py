@@ -13,6 +13,7 @@ from holdfast.frozen import dataclass, field
 
 if TYPE_CHECKING:
     from holdfast.agent.notice import NoticeSettings
+    from holdfast.checks.plan import CheckPlan
     from holdfast.failures.report import RunReport
     from holdfast.hangs.policy import HangPolicy
     from holdfast.process.errors import ProcessFailure
@@ -34,8 +35,8 @@ class WorkerSpec:
     rendezvous offers. `fn` is the old name of `entrypoint` and wins over it. `restart_policy` says more about
     restarts than `max_restarts` can, and replaces it. `hang_policy` says when the group counts as hung; it is for
     agents of this host, others watch as they can. The agent writes what happens to `events_file` (docs/events.md). It
-    calls `on_first_node` with the run id, once, when it gets group rank 0; that must not block. `notice` says which
-    signals and files announce that this node goes away.
+    calls `on_first_node` with the run id, once, when it gets group rank 0; that must not block. It runs `checks` before
+    it asks for a place. `notice` says which signals and files announce that this node goes away.
     """
 
     role: str
@@ -58,6 +59,7 @@ class WorkerSpec:
     hang_policy: HangPolicy | None = None
     events_file: str = ""
     on_first_node: Callable[[str], None] | None = None
+    checks: CheckPlan | None = None
     notice: NoticeSettings | None = None
 
     def __post_init__(self) -> None:

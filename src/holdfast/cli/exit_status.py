@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 
 from holdfast import escape, signals
 from holdfast.cli import console
+from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.options import PROGRAM
 from holdfast.errors import RUN_CLOSED, WENT_AWAY, HoldfastError, HostError, InternalError, UserError, is_from_run
 from holdfast.failures import report
@@ -24,6 +26,19 @@ _REMEDIES = {
     errno.EMFILE: " (see ulimit -Hn)",
     errno.EAGAIN: " (see ulimit -u, and the limit of processes of the container)",
 }
+
+
+def reported(program: str, usage: str, act: Callable[[], int], print_help: Callable[[], None]) -> int:
+    """The exit code of a command with options of `holdfast run`. What went wrong is one line."""
+    try:
+        return act()
+    except command_line.HelpWanted:
+        print_help()
+        return 0
+    except command_line.UsageError as problem:
+        return command_line.refuse(program, usage, problem)
+    except (Exception, KeyboardInterrupt) as error:
+        return explain(error, program)
 
 
 def explain(error: BaseException, program: str = PROGRAM) -> int:

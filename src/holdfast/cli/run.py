@@ -33,6 +33,7 @@ from holdfast.process.spawner.client import REPORT_FILE_VARIABLE, SUCCESS_FILE_V
 if TYPE_CHECKING:
     import argparse
 
+    from holdfast.checks.plan import CheckPlan
     from holdfast.hangs.policy import HangPolicy
     from holdfast.launcher import LaunchConfig
     from holdfast.process.workers.cpus import NumaOptions
@@ -56,6 +57,7 @@ ENGINE_VARIABLES = (
     "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "HOLDFAST_SERVICE",
 )  # fmt: skip
 
+_NOTICES = ("notice_signal", "notice_file", "notice_worker_signal", "pass_signals")
 T = TypeVar("T")
 
 
@@ -281,6 +283,8 @@ def _unused(args: RunArguments, config: LaunchConfig) -> Iterator[str]:
     is_used = {
         "start_method": args.run_path,
         "restart_window": args.max_restarts > 0,
+        "check_timeout": bool(args.check),
+        "check_action": bool(args.check),
         "dashboard_addr": args.dashboard,
         "dashboard_linger": args.dashboard,
         "rdzv_backend": not is_standalone,
@@ -360,11 +364,8 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         event_log_handler=args.event_log_handler,
         numa_options=_numa_options(args.numa_binding) if args.numa_binding is not None else None,
         signals_to_handle=args.signals_to_handle,
-        notice_signal=args.notice_signal,
-        notice_file=args.notice_file,
         notice_time_s=args.notice_time,
-        notice_worker_signal=args.notice_worker_signal,
-        pass_signals=args.pass_signals,
+        **{name: getattr(args, name) for name in _NOTICES},
         duplicate_stdout_filters=args.duplicate_stdout_filters,
         duplicate_stderr_filters=args.duplicate_stderr_filters,
         virtual_local_rank=args.virtual_local_rank,
@@ -383,6 +384,7 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         snapshot_memory=args.snapshot_memory,
         snapshot_dir=args.snapshot_dir,
         snapshot_bandwidth=args.snapshot_bandwidth,
+        checks=_check_plan(args),
     )
 
 
@@ -401,6 +403,14 @@ def _restart_policy(args: RunArguments) -> RestartPolicy:
         loss_limit=args.loss_limit,
         loss_window_s=args.loss_window,
     )
+
+
+def _check_plan(args: RunArguments) -> CheckPlan | None:
+    if not args.check:
+        return None
+    from holdfast.agent import node_checks
+
+    return node_checks.plan_of(args.check, args.check_timeout, excludes=args.check_action == "exclude")
 
 
 def _hang_policy(args: RunArguments) -> HangPolicy | None:

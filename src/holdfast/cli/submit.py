@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
-from holdfast.cli.arguments.options import HOSTS, OPTIONS, RunArguments
+from holdfast.cli.arguments.options import HOSTS, OPTIONS
 from holdfast.cli.arguments.parser import PlainParser
-from holdfast.cli.exit_status import explain
+from holdfast.cli.exit_status import reported
 from holdfast.cli.job import job_of
 from holdfast.errors import UserError
 from holdfast.frozen import changed
@@ -95,16 +95,7 @@ def _no_engine(command: str) -> UserError:
 
 
 def _reported(command: str, act: Callable[[], int]) -> int:
-    """What went wrong is one line, and the exit code says whose it is."""
-    try:
-        return act()
-    except command_line.HelpWanted:
-        get_parser(command).print_help()
-        return 0
-    except command_line.UsageError as problem:
-        return command_line.refuse(f"holdfast {command}", _USAGE.format(command), problem)
-    except (Exception, KeyboardInterrupt) as error:
-        return explain(error, f"holdfast {command}")
+    return reported(f"holdfast {command}", _USAGE.format(command), act, lambda: get_parser(command).print_help())
 
 
 def get_submit_parser() -> PlainParser:
@@ -126,9 +117,7 @@ def get_parser(command: str) -> PlainParser:
             note = f" (default: {option.default_text})" if option.default_text else ""
             rows.setdefault(option.name, (option, []))[1].append(f"{whose}{option.help}{note}")
     for option, texts in rows.values():
-        kwargs: dict[str, Any] = {} if option.is_flag else {"metavar": option.invocation.split()[-1]}
-        action = "store_true" if option.is_flag else "store"
-        parser.add_argument(*option.flags, action=action, help="; ".join(texts).replace("%", "%%"), **kwargs)
+        parser.add_option(option, "; ".join(texts))
     return parser
 
 
@@ -151,8 +140,4 @@ def read(engine: Engine[O], tokens: Sequence[str], common: type[C]) -> tuple[Job
             named = option.variable if option in args.from_environment else option.flags[-1]
             raise UserError(f"{named} {reason}; leave it out")
     job = job_of(args, own | {"env"}, sys.executable)
-    return job, _values(engine.options, args), _values(common, args)
-
-
-def _values(kind: type[C], args: RunArguments) -> C:
-    return kind(**{row.dest: getattr(args, row.dest) for row in kind.table()})
+    return job, engine.options.taken_from(args), common.taken_from(args)

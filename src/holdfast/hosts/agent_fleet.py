@@ -5,14 +5,8 @@
 This is the machine of every engine whose agents holdfast starts itself: ssh and Ray. (Slurm and Kubernetes start and
 end their agents.) The transport around it turns ssh processes or Ray's actors into events, and commands into effects.
 
-The states of a host:
-
-    WAITING     it has no agent. It may get one, at once or after a while
-    PREPARING   the transport gets it ready: ssh connects, Ray finds resources for an actor
-    READY       it waits for its order. It stands by if the run has as many agents as it can have
-    RUNNING     it has its order
-    GONE        it takes no part any more
-
+A host is WAITING for an agent; PREPARING, while ssh connects or Ray finds resources for an actor; READY for its order,
+or standing by if the run has as many agents as it can have; RUNNING; or GONE for good.
 After `Prepare`, exactly one `Ended` or `Lost` follows, also after `Cut`. Events of hosts without an agent are ignored.
 
 There are two kinds of fleets:

@@ -12,15 +12,13 @@ The main thread decides, by the machine in `agent_fleet.py`; states and cases ar
 of an actor, a list of nodes, a signal or a deadline wakes it. Other threads only wait in blocking calls: Ray's own,
 which deliver the answers of actors; the one that asks for the nodes; the one that writes to the console.
 
-The coordinator is where the caller is and not on the first node: the job ends with the caller anyway, so there is no
-other node whose loss ends it. Ray demands that drivers and nodes reach each other.
+The coordinator is where the caller is: the job ends with the caller anyway. Ray demands that both reach the nodes.
 
 Failures:
 
     a worker, an agent, a node      see `agent_fleet.py`: the run decides
     an actor does not answer        its calls are repeated, which is safe. If it is dead, Ray says so in the end.
     the coordinator dies            it is started again on the same port, and continues from its memory
-    SIGTERM, Ctrl-C at the caller   passed on to the agents, which end in order; those that do not are killed
     the caller is killed            Ray kills its actors. On each node `die_with_parent` sees its pipe close, and ends
                                     the agent. So does the one that runs the coordinator.
     the head of Ray is killed       no list of nodes comes for `_PATIENCE_S`. (Ray itself ends this process after a

@@ -27,6 +27,7 @@ _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 _FILE = re.compile(r"rank-(0|[1-9]\d{0,9})-of-([1-9]\d{0,9})\.safetensors")
 _TEMPORARY = re.compile(r"\.rank-.*\.part")
 _COMPLETE = "complete"
+_STEP_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 @frozen
@@ -43,7 +44,7 @@ def found_in(directory: str, say: Callable[[str], None]) -> list[Found]:
     found = []
     for step, path in _steps(directory).items():
         try:
-            with _opened(path, os.O_DIRECTORY) as step_fd:
+            with _opened(path, _STEP_FLAGS) as step_fd:
                 for name in sorted(os.listdir(step_fd)):
                     if match := _FILE.fullmatch(name):
                         found += _read(step_fd, f"{path}/{name}", (step, int(match[1]), int(match[2])), say)
@@ -72,9 +73,9 @@ def _read(step_fd: int, path: str, named: tuple[int, int, int], say: Callable[[s
 
 
 @contextmanager
-def _opened(path: str, flags: int = 0, *, dir_fd: int | None = None) -> Iterator[int]:
+def _opened(path: str, flags: int = os.O_NOFOLLOW, *, dir_fd: int | None = None) -> Iterator[int]:
     # O_NONBLOCK: a named pipe has no reader that one could wait for.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=dir_fd)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=dir_fd)
     try:
         yield fd
     finally:
@@ -134,11 +135,11 @@ def write(directory: str, part: Part, fd: int) -> str:
     else has changed."""
     step = part.snapshot[2]
     name, temporary = _file_name(part), f".{_file_name(part)}.{os.urandom(4).hex()}.part"
-    with _opened_plainly(directory) as directory_fd:
+    with _opened(directory, os.O_DIRECTORY) as directory_fd:  # The user's own may be a symbolic link.
         with suppress(FileExistsError):
             os.mkdir(f"step-{step}", dir_fd=directory_fd)
             os.fsync(directory_fd)
-        with _opened(f"step-{step}", os.O_DIRECTORY, dir_fd=directory_fd) as step_fd:
+        with _opened(f"step-{step}", _STEP_FLAGS, dir_fd=directory_fd) as step_fd:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             out = os.open(temporary, flags, 0o666, dir_fd=step_fd)
             try:
@@ -161,16 +162,6 @@ def path_of(directory: str, part: Part) -> str:
 
 def _file_name(part: Part) -> str:
     return f"rank-{part.rank}-of-{part.snapshot[3]}.safetensors"
-
-
-@contextmanager
-def _opened_plainly(directory: str) -> Iterator[int]:
-    """The user's own directory may be a symbolic link."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _copy(part: Part, slot: int, out: int) -> None:

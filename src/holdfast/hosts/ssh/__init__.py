@@ -1,15 +1,6 @@
 """`holdfast run --hosts node1,node2:8 train.py`: one command that starts and owns the agents of all its hosts, by ssh.
 
-The parts, and what each decides or does:
-
-    host_list     PURE  which hosts, with how many workers each, from --hosts or a hostfile
-    command       PURE  the command line of ssh, and what an ssh that has ended means
-    messages      PURE  what this command and a remote agent say to each other
-    copying             the files that --copy sends along
-    connection          one ssh process and its pipes
-    transport           the loop around all of it. `agent_fleet` decides
-    questions           the control socket of this command, at which other commands find the run
-    remote_agent        the other end of a connection, which runs the agent of its host
+docs/architecture.md lists the parts.
 
 **One connection.** Each host has one ssh process for as long as the run lasts:
 
@@ -26,11 +17,8 @@ The parts, and what each decides or does:
    ends without the latter has lost its host.
 
 **Where the nodes meet.** At the first host that is connected, at the address at which ssh reached it, and at the port
-that it holds. There the agent starts the coordinator, as at any endpoint. The port is bound before it is published, and
-never let go, so no other process gets it. The alternatives are worse: a fixed port collides with another run; this
-machine is often a laptop that the hosts cannot reach; a tunnel through ssh would make a broken connection look like a
-coordinator that is down, which keeps workers alive. What it costs: if the first host is lost for good, the others give
-up after a minute. `--rdzv-backend etcd` has no such host.
+that it holds. There the agent starts the coordinator, as at any endpoint. If that host is lost for good, the others
+give up after a minute; `--rdzv-backend etcd` has no such host.
 
 **Hosts that come and go.** With `--rejoin-hosts` the fleet prepares a lost host again, later each time: a new ssh, and
 an agent that joins the run as any newcomer does. With `--host-discovery` a thread asks for the hosts, and a list that

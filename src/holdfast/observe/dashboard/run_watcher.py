@@ -38,7 +38,7 @@ logger = Logger(__name__)
 T = TypeVar("T")
 
 _ASK_EVERY_S = 1.0
-_AGENTS_A_SECOND = 16  # Without the token a coordinator passes on fifty, for all that ask.
+_AGENTS_A_SECOND = 16
 _CONNECT_AGAIN_S = 2.0
 _UNREACHABLE_S = 120.0  # A coordinator that is replaced is back by then; else the run has probably ended.
 _SILENT_FOR_S = 30.0  # An agent that does not answer is not asked again for that long.

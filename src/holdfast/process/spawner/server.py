@@ -1,9 +1,7 @@
 """The spawner: the single-threaded process that forks, owns and reaps an agent's workers.
 
-Why a process of its own: the agent has threads, and forking a threaded process is a gamble; the agent may be
-killed, and no worker may survive it; and the orphans of a worker need a parent that cleans up. The spawner is a
-subreaper, so every orphan of every worker becomes its child. It ignores every signal that can be ignored. It does what
-the agent says:
+It is a subreaper, so every orphan of every worker becomes its child. It ignores every signal that can be ignored. It
+does what the agent says:
 
     prepare(environment, directory, ignored signals)     what the next workers inherit; perhaps with the lease, a pipe
                                                          that says until when workers may live

@@ -18,17 +18,14 @@ class Limits:
 
     strangers: int = 4096
     strangers_with_tls: int = 256  # Each costs 79 KB.
-    held_bytes: int = 64 * MIB  # What strangers and visitors have sent and what was not taken yet, all together.
     unread_bytes: int = 4 * MIB  # What one connection is sent and does not read.
     waiting_bytes: int = 1 << 16  # A connection that waits for its turn with more than that is not read from.
     spare_descriptors: int = 64
     store_bytes: int = 64 * MIB
     # Those that only ask (`queries`).
     visitors: int = 4096
-    relays_a_second: int = 50
-    relays_at_once: int = 100
-    relays_a_second_with_token: int = 500  # For members, and visitors that have proved the token.
-    relays_at_once_with_token: int = 1000
+    relays_a_second: int = 500
+    relays_at_once: int = 1000
     relays_unanswered: int = 1024
     # The log.
     lines_at_once: int = 1000

@@ -9,8 +9,8 @@
 Asking costs a run next to nothing, and not being asked costs nothing:
 
 * visitors have a shorter slice than members in each turn of the loop (`connection`),
-* a status is made for the first reader and kept for the next ones, until the machine has taken a step or a second has
-  passed; but making them takes no more than a twentieth of the time, however many readers and steps there are,
+* a status is made for the first reader and kept for the next ones for a moment, however many readers and steps there
+  are,
 * questions to agents are passed on at a bounded rate; an answer is sent on at once and not kept,
 * a question for the outcome is answered when the run ends, and until then costs an entry in a bounded list.
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.connection import Connection
     from holdfast.rendezvous.coordinator.served_run import ServedRun
 
-_KEPT_S = 1.0
-_SHARE_OF_TIME = 20
+_KEPT_S = 0.2
 _STRANGERS_KEPT = 8
 _PAGES_KEPT = 64
 _REASON_LIMIT = 300
@@ -54,14 +54,12 @@ class Queries:
         self._run, self._limits, self._clock, self._has_token = run, limits, clock, has_token
         self._strangers: deque[run_status.RefusedAt] = deque(maxlen=_STRANGERS_KEPT)
         self._pages: dict[int, bytes] = {}
-        self._made_after: protocol.Step | None = None
-        self._made_at = self._busy_until = 0.0
+        self._made_at = 0.0
         self._numbers = itertools.count(1)
         # By the number under which it was passed on: which client asked, its number, and which client is to answer.
         self._relayed: OrderedDict[int, tuple[Connection, int, Connection]] = OrderedDict()
         self._await_end: OrderedDict[Connection, int] = OrderedDict()  # With the number of its last question.
         self._rate = Bucket(limits.relays_a_second, limits.relays_at_once, clock)
-        self._rate_with_token = Bucket(limits.relays_a_second_with_token, limits.relays_at_once_with_token, clock)
 
     def note_stranger(self, peer: str, problem: str) -> None:
         self._strangers.append((self._clock(), peer, problem))
@@ -85,6 +83,8 @@ class Queries:
             first = request.get("first", 0)
             page = first if type(first) is int and 0 <= first <= len(self._run.membership.nodes) else 0
             client.send(protocol.Answer(query.number, self._status(page, now)))
+        elif command == "clock":  # For people, who may want to know the skew: nothing compares clocks of hosts.
+            client.send(protocol.Answer(query.number, _encoded({"result": {"time": time.time()}})))
         elif command == "stop":
             problem = self._stop(client, query, request)
         elif command == "notice":
@@ -92,7 +92,7 @@ class Queries:
         elif command == "outcome":
             self._await_outcome(client, query)
         else:
-            problem = "a coordinator answers to: status, outcome, notice, stop"
+            problem = "a coordinator answers to: status, clock, outcome, notice, stop"
         if problem:
             client.send(protocol.Answer(query.number, _encoded({"error": problem})))
 
@@ -100,17 +100,15 @@ class Queries:
         return self._has_token or self._run.machine.access_of(client.number) is Access.MEMBER
 
     def _relay(self, client: Connection, query: protocol.Query, command: object) -> str:
-        is_trusted = self._may_act(client)
-        if command != "status" and not is_trusted:
+        if command != "status" and not self._may_act(client):
             return (
                 "this run has no token, so its coordinator passes on nothing but the status; ask on a host of the run"
             )
         asked = self._run.connection_of(query.node_id)
         if asked is None:
             return f"node {query.node_id[:100]!r} is not connected"
-        if not (self._rate_with_token if is_trusted else self._rate).gives(1):
-            most = self._limits.relays_a_second_with_token if is_trusted else self._limits.relays_a_second
-            return f"agents are asked at most {most} times a second; try again"
+        if not self._rate.gives(1):
+            return f"agents are asked at most {self._limits.relays_a_second} times a second; try again"
         number = next(self._numbers)
         self._relayed[number] = (client, query.number, asked)
         while len(self._relayed) > self._limits.relays_unanswered:
@@ -185,19 +183,11 @@ class Queries:
     # The status.
 
     def _status(self, first: int, now: float) -> bytes:
-        machine = self._run.membership
-        step = run_status.last_step(machine)
-        is_old = step is not self._made_after or now > self._made_at + _KEPT_S
-        if is_old and now >= self._busy_until:
+        if now > self._made_at + _KEPT_S or len(self._pages) >= _PAGES_KEPT:
             self._pages.clear()
-            self._made_after, self._made_at = step, now
+            self._made_at = now
         if first not in self._pages:
-            began = self._clock()
-            if len(self._pages) >= _PAGES_KEPT:
-                self._pages.clear()
             self._pages[first] = self._page(first, now)
-            cost_s = self._clock() - began
-            self._busy_until = max(self._busy_until, now) + _SHARE_OF_TIME * cost_s
         return self._pages[first]
 
     def _page(self, first: int, now: float) -> bytes:

@@ -70,8 +70,12 @@ class Notices:
     def staying(self, nodes: Collection[Node]) -> Collection[Node]:
         return [node for node in nodes if not self.is_going(node.facts.node_id)] if self._due else nodes
 
+    def waiting(self, nodes: NodeTable) -> Collection[Node]:
+        """Those that may get a place, by arrival."""
+        return self.staying(nodes.waiting_in_order())
+
     def waiting_count(self, nodes: NodeTable) -> int:
-        """The nodes that may get a place: those that go away get none."""
+        """As many; of many nodes this is quicker."""
         return len(nodes.waiting) - len(self.going(nodes[key] for key in nodes.waiting))
 
     def take_away(self, node: Node, run: Membership) -> bool:

@@ -245,10 +245,11 @@ class Membership:
             commands += self._stopped_before(join)
             self._present.owing.discard(facts.key)
         self._past.awaited.discard(facts.node_id)
-        node = self.nodes.add(facts, Stage.WAITING, now, self._losses.held_until(join, self._past.order, now))
+        held_until = self._losses.held_until(join, self._past.order, now)
+        node = self.nodes.add(facts, Stage.WAITING, now, held_until, join.unready)
         node.snapshots = join.held
         commands += self.notices.known_by((facts.key,), self.nodes, now)
-        if facts.key in self.nodes.held:
+        if facts.key in self.nodes.held or join.unready or (self.phase is Phase.RUNNING and join.unready is not None):
             return commands + self._hold([facts.key])
         return commands + (self._stand_by((facts.key,)) if self.phase is Phase.RUNNING else [])
 
@@ -512,7 +513,7 @@ class Membership:
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
         waiting = self.notices.waiting_count(self.nodes)
         self._formation.count(waiting, self.settings, now)
-        is_hopeless = waiting + len(self.nodes.held) < self.settings.min_nodes
+        is_hopeless = self.nodes.hopeful < self.settings.min_nodes
         if is_hopeless and self._formation.has_timed_out(self.settings, now):
             missing = too_few(self.nodes.names_waiting(), self._losses.words(self.nodes, now).values(), self.settings)
             return self._end(Outcome(End.FAILED, missing, earlier=self._past.earlier))
@@ -522,13 +523,12 @@ class Membership:
         return [Tell(self.nodes.waiting_keys(), progress)] if progress is not None and waiting else []
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        known = len(self.notices.staying(self.nodes.values())) - self.nodes.held_beyond(now + self._agreed.last_call_s)
+        known = len(self.notices.staying(self.nodes.values())) - self.nodes.out_beyond(now + self._agreed.last_call_s)
         return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""
-        waiting = self.notices.staying(self.nodes.waiting_in_order())
-        return [node.facts for node in waiting if not node.is_silent(self._agreed, now)]
+        return [node.facts for node in self.notices.waiting(self.nodes) if not node.is_silent(self._agreed, now)]
 
     def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
         members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
@@ -542,7 +542,7 @@ class Membership:
             self.nodes.waiting.discard(key)
         told = self.notices.seal(world.keys, self.nodes, now)
         told += [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
-        waiting, held = self.nodes.waiting_keys(), sorted(self.nodes.held)
+        waiting, held = self.nodes.waiting_keys(), sorted({*self.nodes.held, *self.nodes.unready})
         return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
 
     # The end.
