@@ -132,7 +132,7 @@ def test_a_signal_has_one_meaning(noticed: str | None, passed: str, stopping: st
             settings_of(*given)
         return
     assert settings_of(*given) == NoticeSettings(
-        expected, passed=frozenset(S[each] for each in passed.split(",") if each)
+        expected, passed=frozenset(signal.Signals[each] for each in passed.split(",") if each)
     )
 
 
