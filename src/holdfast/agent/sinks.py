@@ -276,8 +276,9 @@ class LogLines(Sink):
                 where = (step.round, group.master_addr, group.master_port, group.workers[0])
                 logger.debug("round %d: master %s:%s, first worker %s", *where)
             case lifecycle.WorkersSucceeded(_, has_agreed) if step.commands and (group.group_world_size or 1) > 1:
-                done = "saved their state" if has_agreed else "finished"
-                logger.info("the workers of this node have %s, waiting for the other nodes", done)
+                saved = "the workers of this node have saved their state, waiting for the other nodes"
+                done = "the workers of this node have finished, waiting for the other nodes"
+                logger.info("%s", saved if has_agreed else done)
             case Stop(_, reason) if step.commands:
                 logger.warning("the round is stopped: %s", reason)
             case PlaceLost(_, reason) if step.commands and step.before is not AgentPhase.STOPPING:
