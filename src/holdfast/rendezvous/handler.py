@@ -261,6 +261,20 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(protocol.Succeeded(round))
 
+    def report_agreement(self, round: int) -> None:
+        self._post(protocol.Succeeded(round, has_agreed=True))
+
+    def give_notice(self, request: model.NoticeRequest) -> None:
+        if self._client is None or not self._client.post(protocol.GiveNotice(request)):
+            super().give_notice(request)
+
+    @property
+    def shares_notices(self) -> bool:
+        return self._client is not None and self._client.shares_notices
+
+    def notice_key(self) -> bytes | None:
+        return keys.notice_key(self._options.token, self._run_id) if self._options.token is not None else None
+
     def report_steps(self, round: int, steps: model.SavedSteps) -> None:
         self._post(protocol.SnapshotReport(round, steps))
 
