@@ -13,10 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.agent.node_checks import CheckProcess, objection_to
+from holdfast.agent import node_checks
+from holdfast.agent.node_checks import CheckProcess, NodeChecks, objection_to
+from holdfast.agent.sinks import RunEnd, Sink
 from holdfast.checks import link
-from holdfast.checks.plan import parse_checks
+from holdfast.checks.gate import CheckResult
+from holdfast.checks.plan import CheckPlan, parse_checks
 from holdfast.loop import wait_readable
+from holdfast.rendezvous.solo import SoloCoordination
+from holdfast.rendezvous.static import StandaloneRendezvous
 from tests import support
 from tests.integration.test_ownership import freeze
 from tests.integration.test_ownership import freezer as freezer  # The fixture.
@@ -279,3 +284,45 @@ def test_a_stranger_without_the_secret_gets_nothing(good_node: Callable[[], dict
             pass
     to, back = link._transfer(offer)
     assert min(to, back) > 0, "it is still served"
+
+
+class Told(Sink):
+    def __init__(self) -> None:
+        self.results: list[CheckResult] = []
+
+    def checked(self, results: tuple[CheckResult, ...], delay_s: float | None) -> None:
+        self.results += results
+
+
+def outcome_of(trouble: Callable[[int], None], **options: Any) -> tuple[CheckResult, str | None]:
+    """What becomes of a check when something happens to the process that runs it."""
+    told = Told()
+    plan = CheckPlan(parse_checks("sleep 600"), excludes=True, **options)
+    checks = NodeChecks(plan, SoloCoordination(StandaloneRendezvous("r"), 1.0), (told,), lambda: "", lambda: "")
+    assert checks.want_place(None) == ""
+    assert checks._process is not None
+    pid = checks._process.pid
+    support.wait_until(lambda: support.tree(pid), "the check runs")
+    [check] = support.tree(pid)
+    trouble(pid)
+    until = time.monotonic() + support.DEADLINE_S
+    while not checks.poll() and time.monotonic() < until:
+        deadline = checks.deadline()
+        wait_readable(checks.fds(), max(0.0, deadline - time.monotonic()) if deadline is not None else 1.0)
+    checks.end(RunEnd("left"))
+    assert not support.survivors([pid, check])
+    [result] = told.results
+    return result, checks.unready
+
+
+def test_a_runner_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_checks, "_MARGIN_S", 0.5)
+    result, unready = outcome_of(support.halt, timeout_s=1.5)
+    assert (result.state, result.text) == ("failed", "no answer of its process")
+    assert unready == "its check sleep 600 failed: no answer of its process"
+
+
+@proves("checks.evidence")
+def test_a_runner_that_is_killed_says_nothing_about_the_node() -> None:
+    result, unready = outcome_of(lambda pid: psutil.Process(pid).kill())
+    assert (result.state, result.text, unready) == ("unknown", "its process was killed", None)

@@ -178,6 +178,14 @@ def test_lines_of_the_kernel_about_hardware_are_found() -> None:
     assert built_in.kernel_trouble(records, 5000.0) == []
 
 
+def test_a_log_of_the_kernel_that_says_nothing_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(built_in, "_KERNEL_LOG", "/nowhere")
+    with pytest.raises(built_in.NoEvidence, match="/nowhere: No such file or directory"):
+        built_in.kernel({})
+    monkeypatch.setattr(built_in, "_KERNEL_LOG", "/dev/null")  # As in some containers.
+    assert "no line about hardware" in built_in.kernel({})
+
+
 class Nvml:
     """Stands in for nvidia-ml-py: there is no GPU here. Its names and values are those of NVML."""
 

@@ -22,7 +22,7 @@ from holdfast import procfs
 from holdfast.agent.lifecycle import Step
 from holdfast.agent.sinks import RunEnd, Sink
 from holdfast.checks import gate
-from holdfast.checks.gate import FAILED, CheckResult
+from holdfast.checks.gate import FAILED, UNKNOWN, CheckResult
 from holdfast.checks.plan import CheckPlan
 from holdfast.errors import HostError, UserError
 from holdfast.failures import verdict
@@ -256,7 +256,7 @@ class NodeChecks(Sink):
         try:
             self._process = CheckProcess({**order, "path": sys.path})
         except OSError as error:
-            self._step(gate.ChecksEnded(self._found(f"it cannot be started: {error.strerror}")))
+            self._step(gate.ChecksEnded(self._found(FAILED, f"it cannot be started: {error.strerror}")))
 
     def _read(self, process: CheckProcess, now: float) -> None:
         said, is_over = process.read()
@@ -266,19 +266,20 @@ class NodeChecks(Sink):
             else:
                 self._results[each["name"]] = CheckResult(**each)
         if len(self._results) == len(self._plan.checks):
-            self._step(gate.ChecksEnded(self._found("")))
+            self._step(gate.ChecksEnded(self._found()))
         is_late = now >= self._ends_by
         if is_late:
             procfs.kill(process.pid)
         if is_late or is_over:
             self._stop()
-            self._step(gate.ChecksEnded(self._found("no answer of its process" if is_late else "its process died")))
+            trouble = (FAILED, "no answer of its process") if is_late else (UNKNOWN, "its process was killed")
+            self._step(gate.ChecksEnded(self._found(*trouble)))
 
-    def _found(self, trouble: str) -> tuple[CheckResult, ...]:
-        """In the order of the options. `trouble` is what became of those that have no result."""
-        return tuple(
-            self._results.get(each.name, CheckResult(each.name, FAILED, trouble)) for each in self._plan.checks
-        )
+    def _found(self, state: str = UNKNOWN, trouble: str = "") -> tuple[CheckResult, ...]:
+        """In the order of the options. `state` and `trouble` are those of checks that have no result."""
+        for name in (each.name for each in self._plan.checks):
+            self._results.setdefault(name, CheckResult(name, state, trouble))
+        return tuple(self._results[each.name] for each in self._plan.checks)
 
     def _stop(self) -> None:
         """The loop does not wait for the process."""
