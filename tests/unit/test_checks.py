@@ -55,6 +55,7 @@ def test_a_check_is_a_built_in_name_or_a_command(text: str, checks: tuple[Check,
         ("sh -c 'a", "no closing quotation"),
         ("''", "names no command"),
         ("  ", "it is empty"),
+        ("x" * 16385, "all checks together have at most 16384 characters, not 16385; use a script"),
     ],
 )
 def test_a_wrong_check_is_named(text: str, problem: str) -> None:
