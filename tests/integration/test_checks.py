@@ -16,7 +16,7 @@ import pytest
 from holdfast.agent import node_checks
 from holdfast.agent.node_checks import CheckProcess, NodeChecks, objection_to
 from holdfast.agent.sinks import RunEnd, Sink
-from holdfast.checks import link
+from holdfast.checks import gate, link
 from holdfast.checks.gate import CheckResult
 from holdfast.checks.plan import CheckPlan, parse_checks
 from holdfast.loop import wait_readable
@@ -326,3 +326,36 @@ def test_a_runner_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch
 def test_a_runner_that_is_killed_says_nothing_about_the_node() -> None:
     result, unready = outcome_of(lambda pid: psutil.Process(pid).kill())
     assert (result.state, result.text, unready) == ("unknown", "its process was killed", None)
+
+
+@proves("checks.owned")
+def test_a_check_that_hangs_in_the_kernel_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, freezer: Path
+) -> None:
+    monkeypatch.setattr(gate, "FIRST_DELAY_S", 0.1)
+    told, pids = Told(), tmp_path / "pids"
+    command = f"sh -c 'echo $$ >> {pids}; test -e {tmp_path}/go || exec sleep 600'"
+    plan = CheckPlan(parse_checks(command), 2.0, excludes=True)
+    checks = NodeChecks(plan, SoloCoordination(StandaloneRendezvous("r"), 1.0), (told,), lambda: "", lambda: "")
+
+    def poll_until(count: int) -> None:
+        until = time.monotonic() + support.DEADLINE_S
+        while len(told.results) < count and time.monotonic() < until:
+            deadline = checks.deadline()
+            wait_readable(checks.fds(), max(0.0, deadline - time.monotonic()) if deadline is not None else 1.0)
+            checks.poll()
+
+    checks.want_place(None)
+    support.wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), "the check runs")
+    pid = int(pids.read_text())
+    freeze(freezer, pid)
+    poll_until(3)
+    assert len(pids.read_text().split()) == 1
+    assert all(f"process {pid} cannot be killed (state D" in each.text for each in told.results)
+    (freezer / "freezer.state").write_text("THAWED")
+    assert not support.survivors([pid])
+    (tmp_path / "go").touch()
+    told.results.clear()
+    poll_until(1)
+    assert (told.results[-1].state, checks.unready) == ("passed", None)
+    checks.end(RunEnd("left"))
