@@ -47,25 +47,9 @@ _ASKED_AT_ONCE = 64
 _OTHERS_LIMIT_S = 5.0
 
 # The records were defined without msgspec, which agents that no one asks do not import.
-for _kind in (
-    history.RoundStatus,
-    history.HistoryStatus,
-    stragglers.Rate,
-    status.WorkerStatus,
-    status.Output,
-    status.SnapshotStatus,
-    status.CheckStatus,
-    status.AgentStatus,
-    status.NodeStatus,
-    status.Refusal,
-    status.HeldNode,
-    status.StoryLine,
-    status.RunStatus,
-    status.SnapshotStatus,
-    status.HeldParts,
-    status.SnapshotList,
-):
-    _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
+for _kind in [each for module in (history, stragglers, status) for each in vars(module).values()]:
+    if isinstance(_kind, type) and "wire." in str(getattr(_kind, "__annotations__", "")):
+        _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
 
 
 def decoded(answer: object, kind: type[T], whose: str) -> T:
