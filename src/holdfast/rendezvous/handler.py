@@ -240,7 +240,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def listen_for_peer(self) -> tuple[int, str, int]:
         port = endpoints.HeldPort()
         try:
-            port.renew(self._held_at)
+            try:
+                port.renew(self._held_at)
+            except HostError:
+                if not self._options.local_addr:
+                    raise
+                port.renew("")  # As in `_ask`.
             return port.listen(), self._facts.address, port.number
         finally:
             port.release()
@@ -475,7 +480,8 @@ def create_handler_at(
 
 
 def _cut(reason: str | None) -> str | None:
-    return reason and escape.cut(reason, protocol.MAX_TEXT)
+    """What may be sent of it: the name of a command may have halves of characters."""
+    return reason and escape.cut(reason.encode("utf-8", "backslashreplace").decode(), protocol.MAX_TEXT)
 
 
 def digest_of(path: str) -> str:
