@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from holdfast import procfs
+from holdfast.text import plural
 
 _MEMORY_BYTES = 64 << 20
 _BLOCK_BYTES = 4096
@@ -61,6 +61,8 @@ class Agent:
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> Any:
         """Raises NoEvidence."""
+        import socket  # Most checks need none, and it takes its time to import.
+
         try:
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(timeout_s)
@@ -112,8 +114,7 @@ def disk(order: Mapping[str, Any], path: str) -> str:
 
 
 def path(order: Mapping[str, Any], path: str) -> str:
-    names = os.listdir(path)
-    return f"{path}: {len(names)} entries"
+    return f"{path}: {plural(len(os.listdir(path)), 'entry', 'entries')}"
 
 
 def clock(order: Mapping[str, Any]) -> str:
@@ -143,7 +144,7 @@ def gpu(order: Mapping[str, Any]) -> str:
     problems = [problem for number in range(count) for problem in _gpu_problems(nvml, number)]
     if problems:
         raise CheckFailed("; ".join(problems))
-    return f"{count} GPU{'s' * (count > 1)}, no uncorrected error, no recovery wanted"
+    return f"{plural(count, 'GPU')}, no uncorrected error, no recovery wanted"
 
 
 def _gpu_problems(nvml: Any, number: int) -> Iterable[str]:

@@ -35,8 +35,8 @@ def partners(own: str, waiting: Sequence[str], others: Sequence[str], turn: int)
     """Nodes to try, best first: those that wait for a place, as their workers are not disturbed. Each node begins with
     another partner, the one after it in the order of names, and with a later one at each `turn`."""
     ordered = []
-    for group in (waiting, others):
-        ring = sorted({*group} - {own})
+    for group in ({*waiting}, {*others} - {*waiting}):
+        ring = sorted(group - {own})
         if ring:
             start = (sum(each < own for each in ring) + turn) % len(ring)
             ordered += ring[start:] + ring[:start]

@@ -20,20 +20,19 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from holdfast import procfs
-from holdfast.checks import built_in, gate, link
+from holdfast.checks import built_in, gate
 from holdfast.process.spawner import forked
+from holdfast.text import plural
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FAILED_CODE, _UNKNOWN_CODE = 78, 77  # Exit codes of built-in checks.
 _MOST_OUTPUT_BYTES, _KEPT_BYTES = 16 << 20, 256 << 10
 _SHOWN_LINES, _SHOWN_CHARS, _TEXT_CHARS = 10, 2000, 300
 _KILL_S = 0.5  # A process that is there so long after SIGKILL is said to be unkillable.
-_FUNCTIONS = {name: getattr(built_in, name) for name in ("memory", "disk", "path", "clock", "gpu", "kernel")}
-_FUNCTIONS |= {"link": link.link, "serve": link.serve}
 
 
 class _RunningCheck:
@@ -95,7 +94,7 @@ class _RunningCheck:
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         lines = self.output[-_KEPT_BYTES:].decode("utf-8", "replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")[:_TEXT_CHARS]
-        said += f" ({len(left)} processes that it left behind were killed)" if left else ""
+        said += f" ({plural(len(left), 'process', 'processes')} left behind, killed)" if left else ""
         if code == 0 or (self._is_built_in and code == _UNKNOWN_CODE):
             return (gate.UNKNOWN if code else gate.PASSED), said
         if self._is_built_in and code == _FAILED_CODE:
@@ -157,7 +156,7 @@ def _run_built_in(spec: Mapping[str, Any], order: Mapping[str, Any]) -> int:
     sys.path[:] = order["path"]
     code = 0
     try:
-        said = _FUNCTIONS[spec["kind"]](order, *spec["words"])
+        said = _function_of(spec["kind"])(order, *spec["words"])
     except built_in.NoEvidence as error:
         code, said = _UNKNOWN_CODE, str(error)
     except built_in.CheckFailed as error:
@@ -166,6 +165,22 @@ def _run_built_in(spec: Mapping[str, Any], order: Mapping[str, Any]) -> int:
         code, said = _FAILED_CODE, f"{error.filename or spec['name']}: {error.strerror or error}"
     print(said, flush=True)
     return code
+
+
+def _function_of(kind: str) -> Callable[..., str]:
+    if kind in ("link", "serve"):
+        from holdfast.checks import link
+
+        return link.link if kind == "link" else link.serve
+    found: dict[str, Callable[..., str]] = {
+        "memory": built_in.memory,
+        "disk": built_in.disk,
+        "path": built_in.path,
+        "clock": built_in.clock,
+        "gpu": built_in.gpu,
+        "kernel": built_in.kernel,
+    }
+    return found[kind]
 
 
 # The loop.
