@@ -118,7 +118,7 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def imports_of(path: Path) -> list[str]:
     """Every module that a file imports, wherever in the file; type-checking imports included."""
-    found = []
+    found: list[str] = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)

@@ -67,7 +67,7 @@ class Rounds:
         of = [*range(first, first + ranks)]
         self.link.begin_snapshots(self.limit, 1, self.number, world, of, chosen, "nothing is there" * (not held))
         logs = DefaultLogsSpecs(str(self._path / f"round{self.number}"), redirects=Std.ALL)
-        entrypoint, args = program, ()
+        entrypoint, args = program, tuple[str, ...]()
         if isinstance(program, str):
             path = self._path / f"round{self.number}.py"
             path.write_text(PROLOGUE + textwrap.dedent(program))

@@ -141,7 +141,7 @@ def _without_restarts(original: Any) -> Any:
         def forget(last: Any, heard_round: int, now: float, heard_restarts: int = 0) -> Any:
             return learn(replace(last, restarts_used=0) if last else None, heard_round, now)
 
-        self._learn_the_past = forget
+        self._learn_the_past = forget  # type: ignore[method-assign]
 
     return init
 
@@ -156,7 +156,7 @@ def _without_progress(original: Any) -> Any:
 def _from_the_last(original: Any) -> Any:
     def is_time(self: Round, waiting: int, settings: Any, now: float) -> bool:
         if waiting != getattr(self, "waiting_before", 0):
-            self.admit_at, self.waiting_before = None, waiting
+            self.admit_at, self.waiting_before = None, waiting  # type: ignore[attr-defined]
         return bool(original(self, waiting, settings, now))
 
     return is_time
@@ -352,13 +352,6 @@ def _unbelieved(original: Any) -> Any:
         return [] if isinstance(event, Resigned) else original(self, event, now)
 
     return react
-
-
-def _refusals_are_failures(original: Any) -> Any:
-    def step(self: Office, event: Any, now: float) -> Any:
-        return original(self, election.WriteFailed() if isinstance(event, election.WriteRefused) else event, now)
-
-    return step
 
 
 def _refusals_are_failures(original: Any) -> Any:

@@ -39,7 +39,7 @@ from tests.sim.snapshots import Saving
 class FakeWorld:
     """Everything that there is for one run. The coordinator is always at the same address, and has a disk."""
 
-    kinds = KINDS
+    kinds: tuple[str, ...] = KINDS
     timings = TIMINGS
     calm = CALM
     slowness = 1.1

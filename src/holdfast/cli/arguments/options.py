@@ -343,7 +343,7 @@ OPTIONS: tuple[Option, ...] = RunArguments.table()
 HELP = Option("-h, --help", OUTPUT, "Show the options that most runs need.", in_environment=False, is_common=True)
 HELP_ALL = Option("--help-all", OUTPUT, "Show all options.", in_environment=False, in_full=True, is_common=True)
 PRINT_COMPLETION = Option(
-    "--print-completion SHELL", OUTPUT, "Print a script with which bash or zsh completes the options.",
-    choices=("bash", "zsh"), in_environment=False, in_full=True,
+    "--print-completion SHELL", OUTPUT, "The same as `holdfast completion SHELL`.",
+    choices=("bash", "zsh", "fish"), in_environment=False, in_full=True,
 )  # fmt: skip
 INFORMATION = (HELP, HELP_ALL, PRINT_COMPLETION)
