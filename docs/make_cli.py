@@ -146,7 +146,7 @@ def _page(command: argparse.ArgumentParser) -> str:
     shown = [each for each in command._actions if each.help not in (None, argparse.SUPPRESS) and each.dest != "help"]
     rows = [(f"{', '.join(each.option_strings)} {each.metavar or ''}".strip(), each.help) for each in shown]
     epilog = (command.epilog or "").strip()
-    return f"# {command.prog}\n\n{command.description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
+    return f"## {command.prog}\n\n{command.description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def barrier(peers: list[socket.socket]) -> None:
 
 
 def meet() -> list[socket.socket]:
-    address = (os.environ["MASTER_ADDR"], int(os.environ["HOLDFAST_FREE_PORT"]))
+    address = (os.environ["MASTER_ADDR"], int(os.environ.get("HOLDFAST_FREE_PORT", 29555)))
     if RANK == 0:
         with socket.create_server(address, backlog=WORLD_SIZE) as server:
             return [server.accept()[0] for _ in range(WORLD_SIZE - 1)]
