@@ -94,7 +94,8 @@ class Coordination(abc.ABC):
     `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
     failure and before it joins again; and before each join `held`, the snapshots that this node has. `has_snapshots`:
-    its workers may save some. Then `snapshot_port` is where its transfer process serves them (0: nowhere)."""
+    its workers may save some. Then `snapshot_port` is where its transfer process serves them (0: nowhere), with TLS
+    if there are `tls_files`: the certificate, its key and the authority."""
 
     has_leases = False
     has_snapshots = False
@@ -106,6 +107,7 @@ class Coordination(abc.ABC):
         self.advance: Advance | None = None
         self.held: tuple[Held, ...] = ()
         self.snapshot_port = 0
+        self.tls_files: tuple[str, str, str] | None = None
         self._mailbox: Mailbox[AgentPush] = Mailbox()
 
     @abc.abstractmethod

@@ -21,6 +21,10 @@ and what it says:
     dropped(question)                                       the slot of that answer is not needed any more
     line(text)                                              what the user should know
 
+If the node has a certificate, all connections speak TLS. The files are read for each of them, because certificates are
+renewed. Nodes need not have their addresses in their certificates: a peer proves the token, and for this certificate
+(`frames.seals_of`).
+
 A size that a peer announces is checked by the spawner against the limit of memory before a byte is allocated. What was
 written into a slot is read again and compared with the sender's checksum before it counts.
 """
@@ -29,19 +33,23 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import select
 import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from holdfast import escape
 from holdfast.snapshots import disk, frames
 from holdfast.snapshots.frames import FrameError, Pace, Part, Seals
+
+if TYPE_CHECKING:
+    import ssl
 
 STRANGER_LIMIT_S = 5.0
 FRAME_LIMIT_S = 30.0
@@ -56,6 +64,7 @@ _SHORTAGE_PAUSE_S = 0.1
 _REQUEST_BYTES = len(frames.request(frames.GET, Part((0, 0, 0, 1, False), 0)))
 
 Message = tuple[Any, ...]
+TlsFiles = tuple[str, str, str]
 
 
 class Line(Protocol):
@@ -89,20 +98,37 @@ class _Peer:
         self._buffer = memoryview(bytearray(frames.FRAME_BYTES))
         self._in = self._out = Seals(b"")
         self._has_proven = False
+        self._certificate, self._more = b"", socket.MSG_MORE
+
+    def speak_tls(self, files: TlsFiles, *, is_server: bool) -> None:
+        import ssl
+
+        self._sock.settimeout(STRANGER_LIMIT_S if is_server else _CONNECT_LIMIT_S)
+        made = _tls(files, is_server=is_server).wrap_socket(self._sock, server_side=is_server)
+        if is_server:
+            with open(files[0], encoding="ascii", errors="replace") as file:
+                own = re.search(f"{ssl.PEM_HEADER}.*?{ssl.PEM_FOOTER}", file.read(), re.DOTALL)
+            self._certificate = ssl.PEM_cert_to_DER_cert(own[0]) if own else b""
+        else:
+            self._certificate = made.getpeercert(binary_form=True) or b""
+        self._sock, self._more = made, socket.MsgFlag(0)
+
+    def close(self) -> None:
+        self._sock.close()
 
     def be_client(self, key: bytes) -> None:
         nonce = os.urandom(frames.NONCE_BYTES)
         self._sock.settimeout(_CONNECT_LIMIT_S)
         self._sock.sendall(frames.MAGIC + nonce)
         theirs = bytes(self._read(frames.NONCE_BYTES, time.monotonic() + _PATIENCE_S))
-        self._out, self._in = frames.seals_of(key, nonce, theirs)
+        self._out, self._in = frames.seals_of(key, nonce, theirs, self._certificate)
 
     def be_server(self, key: bytes) -> None:
         limit = self._limit()
         if self._read(len(frames.MAGIC), limit) != frames.MAGIC:
             raise FrameError("is no transfer process")
         theirs, nonce = bytes(self._read(frames.NONCE_BYTES, limit)), os.urandom(frames.NONCE_BYTES)
-        self._in, self._out = frames.seals_of(key, theirs, nonce)
+        self._in, self._out = frames.seals_of(key, theirs, nonce, self._certificate)
         self._sock.sendall(nonce)
 
     def _limit(self) -> float:
@@ -138,7 +164,7 @@ class _Peer:
 
     def _send(self, kind: bytes, body: bytes | memoryview) -> None:
         self._sock.settimeout(FRAME_LIMIT_S)
-        self._sock.sendall(self._out.header(kind, body), socket.MSG_MORE if len(body) else 0)
+        self._sock.sendall(self._out.header(kind, body), self._more if len(body) else 0)
         self._sock.sendall(body)
 
     def send_data(self, fd: int, size: int, pace: Pace, lock: threading.Lock) -> None:
@@ -171,10 +197,20 @@ class _Peer:
 
 
 class Transfer:
-    """The process. `listener` is None for a node at which no peer may ask."""
+    """The process. `listener` is None for a node at which no peer may ask. `tls` are the certificate, its key and the
+    authority, if connections are to speak TLS."""
 
-    def __init__(self, line: Line, listener: socket.socket | None, key: bytes, bandwidth: int, directory: str) -> None:
+    def __init__(
+        self,
+        line: Line,
+        listener: socket.socket | None,
+        key: bytes,
+        bandwidth: int,
+        directory: str,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self._line, self._listener, self._key, self._directory = line, listener, key, directory
+        self._tls = tls
         self._pace, self._pace_lock = Pace(bandwidth), threading.Lock()
         self._posts: SimpleQueue[tuple[Message, tuple[int, ...]]] = SimpleQueue()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -351,8 +387,11 @@ class Transfer:
         try:
             with socket.create_connection(address, _CONNECT_LIMIT_S) as sock:
                 peer = _Peer(sock)
-                peer.be_client(self._key)
-                yield peer
+                if self._tls is not None:
+                    peer.speak_tls(self._tls, is_server=False)
+                with closing(peer):
+                    peer.be_client(self._key)
+                    yield peer
         except (OSError, FrameError) as error:
             raise FrameError(f"the node at {address[0]}:{address[1]} {_words_of_peer(error)}") from None
 
@@ -361,6 +400,8 @@ class Transfer:
         peer, part = _Peer(sock), None
         try:
             peer.until = time.monotonic() + STRANGER_LIMIT_S
+            if self._tls is not None:
+                peer.speak_tls(self._tls, is_server=True)
             peer.be_server(self._key)
             body = bytes(peer.receive(_REQUEST_BYTES))
             peer.until, part = None, frames.part_in(body)
@@ -373,6 +414,7 @@ class Transfer:
         except Exception as error:
             self._complain(name, part, f"met a failure: {_words(error)}")
         finally:
+            peer.close()
             self._end_connection(sock)
 
     def _wake(self) -> None:
@@ -480,9 +522,25 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def serve(line: Line, listener_fd: int, key: bytes, bandwidth: int, directory: str) -> NoReturn:
+def _tls(files: TlsFiles, *, is_server: bool) -> ssl.SSLContext:
+    """A server with an authority demands certificates of it, and a client believes it, or else those of this host."""
+    import ssl
+
+    cert, key, authority = files
+    purpose = ssl.Purpose.CLIENT_AUTH if is_server else ssl.Purpose.SERVER_AUTH
+    context = ssl.create_default_context(purpose, cafile=authority or None)
+    context.check_hostname = False
+    if is_server and authority:
+        context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(cert, key or None, password="")  # Else a passphrase would be asked for on the terminal.
+    return context
+
+
+def serve(
+    line: Line, listener_fd: int, key: bytes, bandwidth: int, directory: str, tls: TlsFiles | None = None
+) -> NoReturn:
     """In the forked process."""
     os.nice(_NICENESS)
     listener = socket.socket(fileno=listener_fd) if listener_fd >= 0 else None
-    Transfer(line, listener, key, bandwidth, directory).run()
+    Transfer(line, listener, key, bandwidth, directory, tls).run()
     os._exit(0)
