@@ -10,7 +10,7 @@ PYTEST ?= $(BIN)/pytest
 COUNT  ?= 60
 SECONDS ?= 450
 
-.PHONY: demo test test-all sim chaos frost mutate check docs bench clean
+.PHONY: demo test test-all sim chaos frost mutate check coverage docs bench dist lowest pythons lock clean
 
 demo: $(VENV)/.runtime
 	@$(BIN)/holdfast run --standalone --nproc-per-node 4 --max-restarts 2 --tee 3 examples/demo/train.py
@@ -45,6 +45,7 @@ check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --implicit-reexport --cache-dir .mypy_cache/tests tests docs
 	$(BIN)/pytest -q tests/test_tidy.py
 
 # docs/cli.md is made from the table of options and the parsers of the commands, the lists of docs/behaviour.md from the
@@ -53,11 +54,33 @@ docs: $(VENV)/.runtime
 	$(BIN)/python docs/make_cli.py > docs/cli.md
 	$(BIN)/python docs/make_behaviour.py
 	$(BIN)/python docs/make_verdicts.py > docs/verdicts.md
+	$(BIN)/python -m docs.make_man > man/holdfast.1
 
 # Side by side with torchrun and the bare limit, in about 20 minutes; makes docs/benchmarks.md, its plots and the figures
 # in README. `make bench ONLY=launch` prints one measure.
 bench: $(VENV)/.test
 	$(BIN)/python -m bench $(ONLY:%=--only %)
+
+# sdist and wheel in dist/, checked, with a smoke test on every Python that is found here (tests/dist.py); PYTHONS=/a/python:...
+# names more. `lowest`: the quick tests with the oldest dependencies that are allowed. `pythons`: the quick tests on every Python.
+dist: $(VENV)/.dist
+	$(BIN)/python -m tests.dist
+
+lowest pythons: $(VENV)/.dist
+	$(BIN)/python -m tests.dist $@
+
+# What a developer's environment has, to the version. CI installs from it.
+lock: $(VENV)/.test $(VENV)/.check $(VENV)/.dist
+	$(BIN)/pip list --disable-pip-version-check --format=freeze --exclude-editable --exclude pip --exclude setuptools \
+		| sed 's/+cpu$$//' > requirements-dev.lock
+
+# How much of src/holdfast the tests run, also in processes that they start. CONTRIBUTING.md has the figure.
+coverage: $(VENV)/.test
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[coverage]'
+	rm -f .coverage .coverage.*
+	$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal $(TESTS) || echo "some tests fail while they are measured"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -86,7 +109,14 @@ $(VENV)/.tools: Makefile | $(VENV)/bin/python
 	command -v chromium >/dev/null || apt-get install -y chromium
 	command -v slurmctld >/dev/null || apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge
 	command -v kubectl >/dev/null || apt-get install -y --no-install-recommends kubernetes-client
+	command -v zsh >/dev/null || apt-get install -y --no-install-recommends zsh
+	command -v fish >/dev/null || apt-get install -y --no-install-recommends fish
+	command -v man >/dev/null || apt-get install -y --no-install-recommends man-db
 	command -v mpirun >/dev/null || apt-get install -y --no-install-recommends openmpi-bin
+	@touch $@
+
+$(VENV)/.dist: $(VENV)/.runtime
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dist]'
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.runtime

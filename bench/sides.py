@@ -146,7 +146,7 @@ def finish(argv: Sequence[str], **env: str) -> Run:
 
 def gone_ns(pids: Sequence[int], limit_s: float = WAIT_LIMIT_S) -> dict[int, int]:
     """When each process ended, by the monotonic clock. Its parent may not have collected it yet."""
-    ends, found = time.monotonic() + limit_s, {}
+    ends, found = time.monotonic() + limit_s, dict[int, int]()
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         for pid in pids:
             selector.register(stack.enter_context(open(os.pidfd_open(pid))), selectors.EVENT_READ, pid)

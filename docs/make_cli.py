@@ -9,26 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from holdfast.cli import (
-    adopt,
-    attach,
-    bundle,
-    coordinator,
-    dashboard,
-    doctor,
-    logs,
-    rehearse,
-    snapshots,
-    stacks,
-    status,
-    stop,
-    submit,
-    token,
-    top,
-    warm,
-)
+from holdfast.cli import catalogue
 from holdfast.cli.arguments import parser
 from holdfast.cli.arguments.options import GROUPS, OPTIONS, USAGE
+from holdfast.cli.main import COMMANDS
 from holdfast.option import Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
@@ -129,30 +113,7 @@ def document() -> str:
     ):
         parts.append(f"## {title}\n\n{_table(first, rows)}")
     examples = "\n\n".join(parser.EXAMPLES)
-    parsers = [
-        each.get_parser
-        for each in (
-            *(
-                adopt,
-                rehearse,
-                coordinator,
-                token,
-                status,
-                top,
-                dashboard,
-                logs,
-                attach,
-                stop,
-                stacks,
-                snapshots,
-                warm,
-                doctor,
-                bundle,
-            ),
-        )
-    ]
-    engines = (submit.get_submit_parser, submit.get_render_parser)
-    pages = [_page(get()) for get in (*engines, *parsers[:4], status.get_ps_parser, *parsers[4:])]
+    pages = [_page(catalogue.parser_of(name)) for name in COMMANDS if name != "run"]
     parts += [f"## Examples\n\n```sh\n{examples}\n```", *pages]
     return "\n\n".join(parts) + "\n"
 

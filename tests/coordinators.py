@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -70,8 +70,9 @@ class CoordinatorProcess(LoggedProcess):
     def lines(self, words: str) -> list[str]:
         return [line for line in self.log.splitlines() if words in line]
 
-    def await_line(self, words: str) -> str:
-        return super().await_line(re.escape(words))
+    def await_line(self, pattern: str, deadline_s: float = 2 * DEADLINE_S) -> str:
+        """The first line that has these words in it."""
+        return super().await_line(re.escape(pattern), deadline_s)
 
     @property
     def memory_bytes(self) -> int:
@@ -134,7 +135,7 @@ class Peer:
         self.sock = socket.create_connection((host, port), DEADLINE_S)
         self._frames = Frames()
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

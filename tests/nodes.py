@@ -151,10 +151,12 @@ def _read_life(path: Path) -> Life | None:
         return None
     told = {name: value for name, value in notes[0].items() if name.isupper()}
     events = tuple(note["event"] for note in notes if note["event"] != "alive")
-    numbers = [int(told[name]) for name in ("HOLDFAST_ROUND", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")]
+    names = ("HOLDFAST_ROUND", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    round, rank, world_size, restarts = (int(told[name]) for name in names)
     master = f"{told['MASTER_ADDR']}:{told['MASTER_PORT']}"
     return Life(
-        notes[0]["pid"], told, notes[0]["at"], notes[-1]["at"], events, *numbers, master, told["TEST_NODE"]
+        notes[0]["pid"], told, notes[0]["at"], notes[-1]["at"], events, round, rank, world_size, restarts, master,
+        told["TEST_NODE"],
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -171,7 +172,8 @@ class Cluster:
             if len(self._daemons) > 3:
                 self.cancel_all()
         finally:
-            for process in (*reversed(self._daemons), *self._hosts):
+            processes: list[subprocess.Popen[Any]] = [*reversed(self._daemons), *self._hosts]
+            for process in processes:
                 process.send_signal(signal.SIGTERM if process in self._daemons else signal.SIGKILL)
                 try:
                     process.wait(_DEADLINE_S)

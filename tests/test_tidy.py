@@ -32,7 +32,7 @@ _BASE = {
     "text",
     "wire_types",
 }
-_BELOW_AGENT = {"failures", "hangs", "process", "rendezvous", "snapshots", "telemetry", "timer"} | _BASE
+_BELOW_AGENT = {"checks", "failures", "hangs", "process", "rendezvous", "snapshots", "telemetry", "timer"} | _BASE
 LAYERS = {
     "cli": {"adopt", "observe", "hosts", "launcher", "agent", "rehearsal"} | _BELOW_AGENT,
     "adopt": {"cli", "launcher", "agent"} | _BELOW_AGENT,  # cli: what the names of torch's launcher stand for
@@ -44,6 +44,7 @@ LAYERS = {
     "rendezvous": {"failures", "telemetry"} | _BASE,
     "process": {"failures", "snapshots", "telemetry"} | _BASE,
     "snapshots": _BASE,
+    "checks": {"process"} | _BASE,
     "hangs": {"process", "failures", "telemetry"} | _BASE,
     "timer": {"hangs", "telemetry"} | _BASE,
     "failures": {"telemetry"} | _BASE,
@@ -79,6 +80,7 @@ LAYERS = {
 _PURE = {
     "": "errors escape frozen option text wire_types",
     "agent": "environment lifecycle ranks",
+    "checks": "gate plan",
     "failures": "cause records report verdict",
     "hangs": "compare policy",
     "hosts": "agent_fleet engine_detection host_lines job kubernetes_manifest own_lines",
@@ -116,7 +118,7 @@ def tree_of(path: Path) -> ast.Module:
 @cache
 def imports_of(path: Path) -> list[str]:
     """Every module that a file imports, wherever in the file; type-checking imports included."""
-    found = []
+    found: list[str] = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)

@@ -32,6 +32,7 @@ from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, Signa
 from holdfast.telemetry import metrics
 
 if TYPE_CHECKING:
+    from holdfast.checks.plan import CheckPlan
     from holdfast.failures.report import RunReport
     from holdfast.hangs.policy import HangPolicy
 
@@ -56,7 +57,8 @@ class LaunchConfig:
     hung; without one, hangs are not detected. At `health_port` (a port or "HOST:PORT"; if None, it is
     `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent answers whether it is alive. `preload` names modules (a text with commas
     or a sequence) that are imported once, in a process from which the workers are then forked. `preload_only`: what the
-    workers import besides is not learned. The other fields after it are those of `GroupSpec` and `WorkerSpec`.
+    workers import besides is not learned. `checks` (`holdfast.checks.plan.CheckPlan`) run before the node asks for a
+    place. The other fields after it are those of `GroupSpec` and `WorkerSpec`.
     """
 
     min_nodes: int
@@ -98,6 +100,7 @@ class LaunchConfig:
     snapshot_dir: str = ""
     snapshot_bandwidth: int = 0
     refusal: str = ""
+    checks: CheckPlan | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.nproc_per_node, str):
@@ -228,6 +231,7 @@ def _make_specs(
         hang_policy=config.hang_policy,
         events_file=config.events_file,
         on_first_node=config.on_first_node,
+        checks=config.checks,
     )
     assert config.logs_specs is not None
     group = GroupSpec(

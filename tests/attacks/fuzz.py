@@ -89,7 +89,8 @@ class Hostile:
                     act()
                 self.did[act.__name__] += 1
         finally:
-            for each in (*self._peers, *self._strangers):
+            opened: list[Peer | socket.socket] = [*self._peers, *self._strangers]
+            for each in opened:
                 each.close()
 
     # What it does.

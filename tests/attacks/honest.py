@@ -12,6 +12,7 @@ import select
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from holdfast.rendezvous.client.handshake import TurnedAway
 from holdfast.rendezvous.membership import model, protocol
@@ -38,7 +39,7 @@ def newcomer(port: int, token: bytes | None) -> None:
 
 def main(port: int, token_file: str, is_changing: bool) -> None:
     token = Path(token_file).read_bytes().strip() if token_file else None
-    report = {"problem": "", "longest_s": 0.0, "checks": 0, "newcomers": 0, "rounds": 0}
+    report: dict[str, Any] = {"problem": "", "longest_s": 0.0, "checks": 0, "newcomers": 0, "rounds": 0}
     try:
         with HonestRun(port, token_file) as run:
             print("formed", flush=True)

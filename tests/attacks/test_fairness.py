@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,7 @@ CHATTY = {
 @pytest.mark.parametrize("kind", CHATTY)
 def test_a_dozen_chatty_peers(server: CoordinatorProcess, kind: str) -> None:
     """Thousands of small messages in each read."""
+    enter: Any
     enter, message = CHATTY[kind]
     options = {"is_visitor": True} if "visitors" in kind else {}
     with honest(server):

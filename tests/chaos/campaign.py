@@ -127,7 +127,7 @@ class Campaign:
         of_run = [self.kill_coordinator, self._freeze_coordinator]
         of_run += [self._restart_etcd] if self.side.backend == "etcd" else []
         well = [host for host in HOSTS if host not in self._cures]
-        kind: Callable[..., None] = self._random.choice([*of_hosts, *of_run])
+        kind: Any = self._random.choice([*of_hosts, *of_run])
         if kind in of_run:
             kind()
         elif len(HOSTS) - len(well) < MOST_IN_TROUBLE:

@@ -247,7 +247,10 @@ def test_exception_on_another_node(holdfast: Holdfast) -> None:
 @proves("failures.end-failed-run-node")
 def test_lost_node(holdfast: Holdfast) -> None:
     holdfast.script(HEAD + WAITS)
-    port, conf = support.free_port(), "join_timeout=3,heartbeat=0.3,lease=15,drop_timeout=0.9,reconnect_grace=0.3"
+    port, conf = (
+        support.free_port(),
+        "join_timeout=3,heartbeat=0.3,lease=15,drop_timeout=0.9,reconnect_grace=0.3,close_linger=0.5",
+    )
     first = start_node(holdfast, port, "--node-rank", "0", conf=conf)
     second = start_node(holdfast, port, "--node-rank", "1", conf=conf)
     for node in (first, second):

@@ -54,7 +54,7 @@ def test_a_coordinator_that_starts_slowly_costs_the_node_that_starts_it_no_place
         monkeypatch.setattr(handler.launch, "host_at", start_slowly)
         first.kill()
         assert begun.wait(30)
-        assert keeps_its_place(a, for_s=6.0)
+        assert keeps_its_place(a, for_s=4.0)
         with coordinator(tmp_path, port=first.port):
             is_ready.set()
             support.wait_until(lambda: is_connected(a), "it is back")

@@ -147,7 +147,7 @@ def test_the_run_goes_on_without_a_place_for_the_socket(
 
 
 def test_a_table_of_commands(serve: Callable[..., ControlSocket]) -> None:
-    path = serve(echo=lambda request: request["words"], fail=lambda request: {}["x"]).path
+    path = serve(echo=lambda request: request["words"], fail=lambda request: dict[str, int]()["x"]).path
     assert asked(path, {"command": "echo", "words": [1, "ä"]}) == {"result": [1, "ä"]}
     assert asked(path, {"command": "fail"}) == {"error": "KeyError: 'x'"}
     assert asked(path, {"command": "dance"}) == {"error": "unknown command; known commands: echo, fail, status"}

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -189,7 +190,7 @@ def test_a_run_that_fails_inside_is_closed_as_a_whole(
     """Its nodes are hung up on and can come back; the run goes on from its memory."""
     step, encode = machine.Membership.step, frames.encode
 
-    def fail_step(self: machine.Membership, event: protocol.Event, now: float) -> list[protocol.Command]:
+    def fail_step(self: Any, event: protocol.Event, now: float) -> list[protocol.Command]:
         if isinstance(event, protocol.From) and isinstance(event.message, protocol.Leaving):
             raise ZeroDivisionError("on purpose")
         return step(self, event, now)

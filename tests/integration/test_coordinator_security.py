@@ -155,7 +155,7 @@ def test_a_coordinator_that_does_not_prove_the_token_hears_nothing(
     connection.""")
 def test_what_was_heard_on_one_connection_opens_no_other(server: CoordinatorProcess) -> None:
     with Peer(server.port) as honest, Peer(server.port) as thief:
-        honest.sock = recorder = Recorder(honest.sock)
+        honest.sock = recorder = Recorder(honest.sock)  # type: ignore[assignment]
         honest.enter("run", TOKEN)
         thief.await_kind(protocol.Challenge)
         thief.sock.sendall(recorder.sent)

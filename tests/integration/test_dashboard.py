@@ -9,6 +9,7 @@ import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def end(scene: Scene, *shown: Dashboard) -> None:
         assert each.wait() == 0, each.said
 
 
-def all_run(picture: dict) -> bool:
+def all_run(picture: dict[str, Any]) -> bool:
     return picture["run"]["sentence"] == "All 4 workers are running."
 
 

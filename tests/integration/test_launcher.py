@@ -71,6 +71,7 @@ def place_in(etcd: EtcdServer, **settings: Any) -> dict[str, Any]:
 def meeting(request: pytest.FixtureRequest, etcd: EtcdServer) -> Callable[..., dict[str, Any]]:
     """Where several agents meet, with more settings; the same place for all of one test."""
     linger = {"close_linger": 0.5}
+    place: dict[str, Any]
     place = place_in(etcd, **linger) if request.param == "etcd" else {"rdzv_backend": "tcp", "rdzv_configs": linger}
     place.setdefault("rdzv_endpoint", f"127.0.0.1:{support.free_port()}")
     return lambda **settings: {**place, "rdzv_configs": {**place["rdzv_configs"], **settings}}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.snapshots import frames, transfer
+from holdfast.snapshots import frames, peer, transfer
 from holdfast.snapshots.frames import Part
 from tests import support
 from tests.certificates import make_certificates
@@ -46,12 +46,12 @@ def test_parts_go_through_tls(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     ours = (made.server_pem, made.server_key, made.ca_pem)
     others = (made.stranger_pem, made.stranger_key, made.other_pem)
-    with nodes({"tls": ours}, {"tls": ours}, {"tls": others}, {}) as (source, peer, stranger, plain):
+    with nodes({"tls": ours}, {"tls": ours}, {"tls": others}, {}) as (source, node, stranger, plain):
         source.hold(PART, DATA)
         wire = Relay(source.port)
-        peer.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", wire.port)
-        peer.await_said("done", 1)
-        assert peer.data_of(PART) == DATA
+        node.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", wire.port)
+        node.await_said("done", 1)
+        assert node.data_of(PART) == DATA
         assert DATA[: 1 << 12] not in wire.passed
         wire.close()
         for each in (stranger, plain):
@@ -195,7 +195,7 @@ def test_peers_wait_until_strangers_are_gone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_peer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "FRAME_LIMIT_S", 0.3)
+    monkeypatch.setattr(peer, "FRAME_LIMIT_S", 0.3)
     with nodes({}) as (node,):
         client = Client(node.port)
         client.send(frames.request(frames.PUT, Part(SNAPSHOT, 0, 4)))

@@ -67,7 +67,7 @@ class Rounds:
         of = [*range(first, first + ranks)]
         self.link.begin_snapshots(self.limit, 1, self.number, world, of, chosen, "nothing is there" * (not held))
         logs = DefaultLogsSpecs(str(self._path / f"round{self.number}"), redirects=Std.ALL)
-        entrypoint, args = program, ()
+        entrypoint, args = program, tuple[str, ...]()
         if isinstance(program, str):
             path = self._path / f"round{self.number}.py"
             path.write_text(PROLOGUE + textwrap.dedent(program))
@@ -307,7 +307,7 @@ def test_workers_killed_at_any_byte_leave_the_last_snapshot_whole(rounds: Rounds
 
 def test_a_spawner_that_is_killed_takes_its_slots_with_it(rounds: Rounds) -> None:
     rounds.run("save(1, 'gone soon')")
-    os.kill(rounds.link._pid, signal.SIGKILL)
+    os.kill(rounds.link.pid, signal.SIGKILL)
     support.wait_until(lambda: rounds.link.reports() and True, "its end is noticed")
     assert (rounds.link.held, rounds.link.common_step, rounds.link.snapshot_bytes) == ([], None, 0)
 
@@ -414,7 +414,7 @@ def test_a_worker_of_an_older_round_can_commit_nothing(rounds: Rounds, tmp_path:
     context.start()
     support.wait_until(lambda: "saved" in Path(context.stdouts[0]).read_text(), "it has saved")
     (pid,) = context.pids().values()
-    fds = Path(f"/proc/{rounds.link._pid}/fd")
+    fds = Path(f"/proc/{rounds.link.pid}/fd")
     sockets = {os.readlink(each) for each in fds.iterdir() if os.readlink(each).startswith("socket:")}
     assert len(sockets) == 2  # The agent's and the worker's.
     context.close(signal.SIGKILL, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -183,11 +184,14 @@ sys.meta_path.insert(0, Hide())
 
 
 @proves("health.exporter-fails-hangs-refuses")
-def test_without_the_packages_nothing_happens(tmp_path: Path) -> None:
+def test_without_the_packages_a_line_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "hidden").mkdir()
     support.write_script(tmp_path / "hidden" / "sitecustomize.py", HIDDEN)
     said = holdfast_run(tmp_path, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1", PYTHONPATH=str(tmp_path / "hidden"))
-    assert "span" not in said
+    [line] = [each for each in said.splitlines() if "span" in each]
+    assert re.fullmatch(
+        r"holdfast: no spans are sent: .* opentelemetry is missing: pip install 'holdfast\[otel\]'", line
+    )
 
 
 @proves("health.opentelemetry-endpoint-variables")

@@ -101,7 +101,7 @@ def test_an_exec_that_hangs_holds_up_neither_other_starts_nor_kills(spawner: Spa
 @proves("ownership.exec-hangs-dead-mount")
 def test_a_worker_that_is_killed_before_its_exec_has_started_and_ended_once(spawner: Spawner, hanging: str) -> None:
     spawner.start(0, hanging)
-    (pid,) = support.wait_until(lambda: support.tree(spawner.link._pid), "it was forked")
+    (pid,) = support.wait_until(lambda: support.tree(spawner.link.pid), "it was forked")
     os.kill(pid, signal.SIGKILL)
     assert spawner.hear("exited") == [("started", 0), ("exited", 0)]
     spawner.link.kill_all()
@@ -125,7 +125,7 @@ def test_the_lease_is_enforced_while_an_exec_hangs(spawner: Spawner, hanging: st
     spawner.start(0, "sleep", "600")
     spawner.hear("started")
     spawner.start(1, hanging)
-    support.wait_until(lambda: len(support.tree(spawner.link._pid)) == 2, "it was forked")
+    support.wait_until(lambda: len(support.tree(spawner.link.pid)) == 2, "it was forked")
     lease.set(time.monotonic())
     assert sorted(spawner.hear("exited", 2)) == [("exited", 0), ("exited", 1), ("started", 0), ("started", 1)]
     lease.close()
@@ -209,7 +209,7 @@ def test_a_stopped_spawner_does_not_hold_up_a_stop(short_answer: float, monkeypa
     """Its socket is full: the orders have not even been sent."""
     monkeypatch.setattr(client, "_STANDSTILL_S", 600.0)
     link = SpawnerLink.launch()
-    support.halt(link._pid)
+    support.halt(link.pid)
     while not link.unsent_fds():
         link.prepare()
     args = dict.fromkeys(range(16), ("600",))
@@ -221,7 +221,7 @@ def test_a_stopped_spawner_does_not_hold_up_a_stop(short_answer: float, monkeypa
     began = time.monotonic()
     context.close(signal.SIGTERM, 600)
     assert time.monotonic() - began < short_answer + PROMPTLY_S
-    assert not support.alive(link._pid)
+    assert not support.alive(link.pid)
 
 
 def stop_it() -> int:
@@ -383,7 +383,7 @@ def test_a_signal_ends_an_agent_whose_spawner_is_stopped(short_answer: float, mo
 
     def launch(modules: tuple[str, ...]) -> SpawnerLink:
         links.append(SpawnerLink.launch())
-        support.halt(links[0]._pid)
+        support.halt(links[0].pid)
         return links[0]
 
     monkeypatch.setattr(local_workers, "launch_or_take_early", launch)
@@ -401,7 +401,7 @@ def test_a_signal_ends_an_agent_whose_spawner_is_stopped(short_answer: float, mo
     thread.join()
     assert received.value.sigval is signal.SIGINT
     assert time.monotonic() - began < short_answer + PROMPTLY_S
-    assert not support.alive(links[0]._pid)
+    assert not support.alive(links[0].pid)
 
 
 @promise("""ownership.spawner-killed-nothing-group: If the spawner is killed, nothing of the group is left. This is a
@@ -439,7 +439,7 @@ def test_a_spawner_that_is_killed_before_its_reports_are_read(monkeypatch: pytes
 
     def poll_late(context: PContext) -> bool:
         if not is_killed:
-            is_killed.append(context._spawner._pid)
+            is_killed.append(context._spawner.pid)
             pids = support.wait_until(lambda: sleepers(is_killed[0]), "both run")
             support.await_sleep(is_killed[0])
             os.kill(is_killed[0], signal.SIGKILL)

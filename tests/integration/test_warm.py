@@ -75,7 +75,7 @@ class Spawner:
     def template(self) -> int:
         """The pid of the template."""
         pids = support.wait_until(
-            lambda: [pid for pid in support.tree(self.link._pid) if support.is_template(pid)], "there is a template"
+            lambda: [pid for pid in support.tree(self.link.pid) if support.is_template(pid)], "there is a template"
         )
         return pids[0]
 
@@ -312,7 +312,7 @@ def test_a_module_that_cannot_be_preloaded(
     (reason,) = reasons(caplog)
     assert reason.startswith("cannot preload json, bad; the workers start without it: ")
     assert expected in reason
-    support.wait_until(lambda: support.tree(spawner.link._pid) == [], "nothing of the module is left")
+    support.wait_until(lambda: support.tree(spawner.link.pid) == [], "nothing of the module is left")
 
 
 @proves("workers.module-fails-exits-hangs")
@@ -404,7 +404,7 @@ def test_a_template_that_is_stopped_does_not_hold_up_a_stop(spawner: Spawner, tm
     context.close(signal.SIGTERM, 600)
     assert time.monotonic() - began < 20
     assert support.survivors([halted]) == []
-    assert support.tree(spawner.link._pid) == []
+    assert support.tree(spawner.link.pid) == []
 
 
 @proves("workers.template-killed-moment-lost")
@@ -415,7 +415,7 @@ def test_the_spawner_is_killed_while_the_template_imports(spawner: Spawner, tmp_
     spawner.warm_up(script)
     context.begin_start()
     pid = spawner.template()
-    os.kill(spawner.link._pid, signal.SIGKILL)
+    os.kill(spawner.link.pid, signal.SIGKILL)
     with pytest.raises(Exception, match="the spawner was killed by SIGKILL"):
         drive(context)
     assert support.survivors([pid]) == []

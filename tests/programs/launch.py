@@ -89,7 +89,7 @@ def own_handler(number: int, frame: Any) -> None:
 
 def main() -> None:
     handler = Handler()
-    rendezvous_handler_registry.register("told", lambda parameters: handler)
+    rendezvous_handler_registry.register("told", lambda parameters: handler)  # type: ignore[return-value]
     for name in ORDER.get("ignored", []):
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     for name in ORDER.get("handled", []):

@@ -142,7 +142,7 @@ class Slots(RuleBasedStateMachine):
             assert any(snapshot == self.common for snapshot, _ in self.ledger.held())
 
 
-class TestSlots(Slots.TestCase):  # type: ignore[misc, name-defined]
+class TestSlots(Slots.TestCase):  # type: ignore[valid-type]
     settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 

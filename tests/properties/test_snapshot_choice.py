@@ -28,7 +28,7 @@ def worlds(draw: st.DrawFn) -> list[Member]:
 
 
 @proves("nodes.newest-snapshot-all-can-load")
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(worlds())
 def test_the_choice_is_the_newest_that_all_can_load(members: list[Member]) -> None:
     chosen, fetching = choose(members)

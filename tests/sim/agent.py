@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from random import Random
 from typing import Any, Protocol, assert_never
 
 from holdfast.agent import lifecycle
@@ -69,6 +70,8 @@ class Agent:
         self.outcome: Outcome | None = None
         self.is_alive = True
         self.is_leaving = False
+        self.readiness: Random | None = None
+        """Of nodes that have checks: what these find."""
         self.loop_paused_until = 0.0
         self._port = 0
         self._is_stopping = False
@@ -303,7 +306,11 @@ class Agent:
                 held, saving = self.host.slots.held(), self.host.society.saving
                 self.checks.snapshots_held(self.name, held)
                 port = saving.port_of(self.host) if saving is not None else 0
-                self.tell(node.JoinRequested(self._port, advance=advance, held=held, snapshot_port=port))
+                are_results_old = self.readiness is not None and self.readiness.random() < 0.3
+                unready = "" if are_results_old and not self.host.society.is_peaceful else None
+                said = {"advance": advance, "held": held, "snapshot_port": port, "unready": unready}
+                self.tell(node.JoinRequested(self._port, **said))
+                self._check()
             case lifecycle.StartWorkers(round):
                 self._start_workers(round)
             case lifecycle.StopWorkers(round, at_once):
@@ -320,6 +327,19 @@ class Agent:
                 self.exit()
             case _:
                 assert_never(command)
+
+    def _check(self) -> None:
+        """The checks of the node run, and again while it stands by. Their results reach the connection however the node
+        has fared meanwhile."""
+        if self.readiness is not None:
+            is_bad = self.readiness.random() < 0.3 and not self.host.society.is_peaceful
+            for_s = self.readiness.random() ** 3 * 8.0
+            self.engine.after(for_s, self.hear, self._checked, self._port, "broken" if is_bad else None)
+
+    def _checked(self, port: int, unready: str | None) -> None:
+        if port == self._port and self.machine.phase is lifecycle.AgentPhase.JOINING:
+            self.tell(node.ReadinessChanged(unready))
+            self._check()
 
     def _named(self, failure: Failure) -> Failure:
         assert self.group is not None

@@ -141,7 +141,7 @@ def _without_restarts(original: Any) -> Any:
         def forget(last: Any, heard_round: int, now: float, heard_restarts: int = 0) -> Any:
             return learn(replace(last, restarts_used=0) if last else None, heard_round, now)
 
-        self._learn_the_past = forget
+        self._learn_the_past = forget  # type: ignore[method-assign]
 
     return init
 
@@ -156,7 +156,7 @@ def _without_progress(original: Any) -> Any:
 def _from_the_last(original: Any) -> Any:
     def is_time(self: Round, waiting: int, settings: Any, now: float) -> bool:
         if waiting != getattr(self, "waiting_before", 0):
-            self.admit_at, self.waiting_before = None, waiting
+            self.admit_at, self.waiting_before = None, waiting  # type: ignore[attr-defined]
         return bool(original(self, waiting, settings, now))
 
     return is_time
@@ -361,13 +361,6 @@ def _refusals_are_failures(original: Any) -> Any:
     return step
 
 
-def _refusals_are_failures(original: Any) -> Any:
-    def step(self: Office, event: Any, now: float) -> Any:
-        return original(self, election.WriteFailed() if isinstance(event, election.WriteRefused) else event, now)
-
-    return step
-
-
 _FENCING = "one_world_at_once"
 _RAISE = "machines_never_raise"
 _FREE = "membership_is_free"
@@ -390,6 +383,8 @@ MUTATIONS = [
         first_seed=450),
     Mutation("the spawner ignores the lease", Host, "set_lease", _always(None), _FENCING),
     Mutation("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
+    Mutation("a node that is not ready gives its place up unasked", Participant, "_change_readiness", lambda original:
+        lambda self, unready: (setattr(self, "_unready", unready), self._join(self._asked_at))[1], _FENCING, _RAISE),
     Mutation("a restarted coordinator does not wait", Past, "others_may_run_until", lambda original: lambda self,
         settings, now: now, _FENCING),
     Mutation("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),
@@ -426,7 +421,7 @@ MUTATIONS = [
         scenario="a_host_that_is_lost_again_waits"),
     Mutation("hosts are to blame for what all have in common", Losses, "forgive", _always(None),
         scenario="all_hosts_are_cut_off_again"),
-    Mutation("a host that has to wait is waited for", NodeTable, "held_beyond", _always(0),
+    Mutation("a host that has to wait is waited for", NodeTable, "out_beyond", _always(0),
         scenario="a_host_that_is_lost_again_waits"),
     Mutation("a stop is not told again", Membership, "_stop_again", _always([]),
         scenario="a_failure_at_the_coordinators_death"),

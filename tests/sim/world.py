@@ -39,7 +39,7 @@ from tests.sim.snapshots import Saving
 class FakeWorld:
     """Everything that there is for one run. The coordinator is always at the same address, and has a disk."""
 
-    kinds = KINDS
+    kinds: tuple[str, ...] = KINDS
     timings = TIMINGS
     calm = CALM
     slowness = 1.1
@@ -65,6 +65,7 @@ class FakeWorld:
         self.disk = Disk()
         self._was_memory_lost = False
         self._is_quiet = False
+        self._have_checks = Random(f"checks of {seed}").random() < 0.25
 
     def _make_misfortune(self) -> Misfortune:
         return Misfortune(self, self.profile)
@@ -167,6 +168,8 @@ class FakeWorld:
         )
         agent = self._make_agent(host, facts, settings or self.profile.settings)
         self.agents.append(agent)
+        if self._have_checks:
+            agent.readiness = Random(f"checks of {name} of {self.seed}")
         agent.start()
 
     def _must_be_quiet(self) -> bool:

@@ -592,9 +592,9 @@ def test_it_always_ends_and_every_agent_is_ended_once(
                 cut.discard(host)
         for command in made.step(event, now):
             match command:
-                case Prepare(host):
-                    assert host.host_id not in alive
-                    alive.add(host.host_id)
+                case Prepare(prepared):
+                    assert prepared.host_id not in alive
+                    alive.add(prepared.host_id)
                 case Start(name):
                     assert name in alive
                     running.add(name)

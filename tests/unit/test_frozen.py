@@ -174,7 +174,7 @@ def test_slots_and_identity() -> None:
     `dataclasses.replace`, `fields` and `asdict` work, and `inspect.signature` shows the fields.""")
 @pytest.mark.parametrize("record", [Open(1, limit=2.0), Slotted(1), Point(1, name="p"), Empty()], ids=repr)
 def test_the_standard_library_takes_it_for_a_data_class(record: Any) -> None:
-    assert dataclasses.is_dataclass(record)
+    assert bool(dataclasses.is_dataclass(record))
     names = [each.name for each in dataclasses.fields(record)]
     assert dataclasses.asdict(record) == {name: getattr(record, name) for name in names}
     again = dataclasses.replace(record)

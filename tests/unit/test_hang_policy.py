@@ -179,7 +179,7 @@ STORIES: dict[str, tuple[dict[str, Any], Looks]] = {
     "while the agent's output is blocked nobody is judged": (
         {"hang_timeout_s": 10.0, "pattern": "x", "progress_every_s": 5.0},
         [
-            *((at, {OUTPUT: 1, PATTERN: 1}, BLIND, False) for at in range(2, 100, 2)),
+            *[(float(at), {OUTPUT: 1.0, PATTERN: 1.0}, BLIND, False) for at in range(2, 100, 2)],
             (102, {OUTPUT: 1, PATTERN: 1}, {}, False),
             (103, {OUTPUT: 1, PATTERN: 1}, {}, True),
         ],

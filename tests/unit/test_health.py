@@ -103,7 +103,8 @@ def test_alive_is_a_matter_of_the_callbacks_time(age_s: float, reason: str) -> N
 
 
 def test_a_callback_that_fails_is_told() -> None:
-    with serving(lambda: {}["progress"]) as server:
+    empty: dict[str, Any] = {}
+    with serving(lambda: empty["progress"]) as server:
         assert support.get_json(server.port) == (
             503,
             {"status": "stuck", "reason": "the alive callback failed: KeyError: 'progress'"},

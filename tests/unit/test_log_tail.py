@@ -96,7 +96,7 @@ def test_every_attempt_is_read_to_its_end(log: Log) -> None:
     log.append("its last words\n")
     log.begin("in between\n")
     log.begin("new\n")
-    parts = []
+    parts: list[Part] = []
     while not tail.is_at_end or not parts:
         parts.append(log.look(tail))
     notes = ["", "", *(f"attempt {number} begins, in {log.paths[number]}" for number in (1, 2))]

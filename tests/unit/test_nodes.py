@@ -44,7 +44,7 @@ def test_a_node_that_is_held_does_not_wait_before_its_time(nodes: NodeTable) -> 
     add_d(4.0, 4.0)
     assert (arrived(nodes), nodes.next_release_at()) == ("abc", 9.0), "it is known, and held as before"
     nodes.drop(nodes["d/0"], 20.0)
-    assert [nodes.held_beyond(at) for at in (8.9, 9.0)] == [1, 0]
+    assert [nodes.out_beyond(at) for at in (8.9, 9.0)] == [1, 0]
     nodes.reopen(nodes["d/0"], 5.0)
     for at, waiting in ((8.9, "abc"), (9.0, "abcd")):
         nodes.release(at)

@@ -19,6 +19,7 @@ import pytest
 
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec, WorkerState
+from holdfast.checks.plan import Check, CheckPlan
 from holdfast.cli import run as cli
 from holdfast.cli import run_by_ssh
 from holdfast.cli.arguments import program
@@ -100,6 +101,9 @@ EFFECTS = {
     "snapshot_dir": Effect("d", lambda a: group(a).snapshot_dir, "d"),
     "snapshot_bandwidth": Effect("9m", lambda a: group(a).snapshot_bandwidth, 9 << 20),
     "snapshot_memory": Effect("3g", lambda a: group(a).snapshot_memory, 3 << 30),
+    "check": Effect("memory", lambda a: spec(a).checks, CheckPlan((Check("memory", "memory"),))),
+    "check_timeout": Effect("2m", lambda a: spec(a).checks.timeout_s, 120.0, "--check=memory"),
+    "check_action": Effect("exclude", lambda a: spec(a).checks.excludes, True, "--check=memory"),
     "clean_shm": Effect(None, lambda a: group(a).clean_shm, True),
     "start_method": Effect("fork", lambda a: group(a).start_method, "fork"),
     "preload": Effect("json,a.b", lambda a: group(a).preload, ("json", "a.b")),

@@ -75,6 +75,7 @@ def settings(min_nodes: int, max_nodes: int, max_restarts: int = 0, **fields: An
 
 ONE, PAIR, THREE, UP_TO_2, UP_TO_3 = settings(1, 1), settings(2, 2), settings(3, 3), settings(1, 2), settings(1, 3)
 RETRY, RETRY_3 = settings(2, 2, max_restarts=1), settings(1, 3, max_restarts=1)
+RETRY_2 = settings(1, 2, max_restarts=1)
 BACKOFF = settings(1, 1, policy=RestartPolicy(1, backoff_s=8.0))
 UNCOUNTED = settings(1, 1, policy=RestartPolicy(0, uncounted_exit_codes=frozenset({9})))
 
@@ -698,7 +699,65 @@ FORGETFUL: dict[str, Script] = {
 }
 
 
-ALL = FORMING | REFUSED | RUNNING | FAILING | ADMITTING | UNAWARE | ENDING
+def stays_out(name: str, round: int, why: str = "") -> list[Any]:
+    words = f"this node stays out: {why}" if why else "this node stands by until its checks have ended"
+    return [Tell(keys(name), StandBy(round, words))]
+
+
+A2_OF_2, B2_OF_2 = place(1, 0, 2), place(1, 1, 2)
+UNREADY: dict[str, Script] = {
+    "no place while checks run; the last of them ends the wait": [
+        (0.0, joined("a", PAIR, unready=""), []),
+        (0.0, joined("b", PAIR, unready=""), []),
+        (0.5, joined("a", PAIR), []),
+        (0.6, joined("b", PAIR), sealed(1, "a b")),
+    ],
+    "a later round waits for checks that run, as for any node that is there": [
+        *formed(RETRY_2),
+        (1.0, failed("b"), broke("b")),
+        (2.0, joined("b", RETRY_2, B2_OF_2, unready=""), []),
+        (2.0, joined("a", RETRY_2, A2_OF_2), [*written(1, 1)]),
+        (3.0, joined("b", RETRY_2, B2_OF_2), sealed(2, "a b", 1)),
+    ],
+    "but not longer than the last call": [
+        *formed(RETRY_2),
+        (1.0, failed("b"), broke("b")),
+        (2.0, joined("b", RETRY_2, B2_OF_2, unready=""), []),
+        (2.0, joined("a", RETRY_2, A2_OF_2), [*written(1, 1)]),
+        (3.0, TIME, progress("a", 1, 2, 29.0)),
+        (7.0, TIME, [*sealed(2, "a", 1), *stays_out("b", 2)]),
+        (8.0, joined("b", RETRY_2, B2_OF_2), stop("a", "b joins", 2)),
+    ],
+    "a node that stays out is not waited for, and is let in when it is ready": [
+        *formed(RETRY_2),
+        (1.0, failed("b"), broke("b")),
+        (2.0, joined("b", RETRY_2, B2_OF_2, unready="its disk broke"), stays_out("b", 1, "its disk broke")),
+        (2.0, joined("a", RETRY_2, A2_OF_2), [
+            *written(1, 1), *sealed(2, "a", 1),
+            *stays_out("b", 2, "its disk broke"),
+        ]),
+        (8.0, joined("b", RETRY_2, B2_OF_2), stop("a", "b joins", 2)),
+    ],
+    "a newcomer whose checks run, or fail, disturbs nobody": [
+        (0.0, joined("a", UP_TO_2), []),
+        (5.0, TIME, sealed(1, "a")),
+        (6.0, joined("b", UP_TO_2, unready=""), stays_out("b", 1)),
+        (7.0, joined("b", UP_TO_2, unready="no link"), stays_out("b", 1, "no link")),
+        (8.0, closed("b"), []),
+        (9.0, joined("b", UP_TO_2, unready="no link"), stays_out("b", 1, "no link")),
+        (10.0, succeeded("a"), ended("a b", SUCCESS)),
+    ],
+    "too few without the nodes that stay out: they are named when the time is up": [
+        (0.0, joined("a", PAIR), []),
+        (0.0, joined("b", PAIR, unready="no link"), stays_out("b", 0, "no link")),
+        (1.0, TIME, progress("a", 2, 2, 29.0)),
+        (30.0, TIME, ended("a b", Outcome(
+            End.FAILED, "only 1 of at least 2 nodes joined within 30 s (1 missing); joined: a; b stays out: no link"
+        ), 0)),
+    ],
+}  # fmt: skip
+
+ALL = FORMING | REFUSED | RUNNING | FAILING | ADMITTING | UNAWARE | ENDING | UNREADY
 
 
 def step(run: Membership, event: Any, at: float) -> list[Any]:

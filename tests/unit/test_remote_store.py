@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +60,7 @@ def through_a_frame(message: Any) -> Any:
 
 
 @pytest.fixture
-def pump() -> Iterator[Pump]:
+def pump() -> Pump:
     return Pump()
 
 
@@ -120,7 +119,7 @@ def test_the_first_request_names_a_generation_already(pump: Pump) -> None:
     asked: list[tuple[str, bytes]] = []
     handle = pump.keyvalues.handle
 
-    def listen(client: str, request: StoreRequest, now: float) -> Any:
+    def listen(client: Any, request: StoreRequest, now: float) -> Any:
         asked.append((request.operation, request.generation))
         return handle(client, request, now)
 

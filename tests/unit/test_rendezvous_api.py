@@ -117,10 +117,12 @@ def test_get() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(None, None), (True, True), (False, False), (1, True), (0, False)]
-    + [(text, True) for text in ("1", "true", "TRUE", "t", "Yes", "y")]
-    + [(text, False) for text in ("0", "false", "False", "F", "no", "N")]
-    + [(value, "'flag' is") for value in (2, -1, "2", "", "on", " true", 1.0, [], b"1")],
+    [
+        *[(None, None), (True, True), (False, False), (1, True), (0, False)],
+        *[(text, True) for text in ("1", "true", "TRUE", "t", "Yes", "y")],
+        *[(text, False) for text in ("0", "false", "False", "F", "no", "N")],
+        *[(value, "'flag' is") for value in (2, -1, "2", "", "on", " true", 1.0, [1], b"1")],
+    ],
 )
 def test_get_as_bool(value: Any, expected: bool | str | None) -> None:
     if isinstance(expected, str):

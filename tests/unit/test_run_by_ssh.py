@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.cli import run as cli
 from holdfast.cli.arguments import command_line, detection
+from holdfast.cli.arguments.options import RunArguments
 from holdfast.errors import HostError, UserError
 from holdfast.hosts.ssh import copying
 from holdfast.hosts.ssh.transport import HostsJob
@@ -33,7 +34,7 @@ def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.py").touch()
 
 
-def options_of(job: HostsJob, host: int, endpoint: str = "10.0.0.1:4321") -> command_line.SimpleNamespace:
+def options_of(job: HostsJob, host: int, endpoint: str = "10.0.0.1:4321") -> RunArguments:
     """What the agent of that host reads from its command line."""
     return command_line.read(job.arguments(host, job.hosts[host], endpoint)[1:])
 

@@ -60,7 +60,7 @@ def test_descriptors_arrive_with_their_message(ends: tuple[Channel, Channel]) ->
     ours, theirs = ends
     sent = []
     for index in range(20):
-        fds = tuple(os.memfd_create(f"{index}.{each}") for each in range(index % 6))
+        fds = [os.memfd_create(f"{index}.{each}") for each in range(index % 6)]
         sent.append([file_of(fd) for fd in fds])
         ours.send(("take", index), fds)
         for fd in fds:

@@ -30,7 +30,7 @@ def standalone(nodes: int = 1, endpoint: str = "", **config: Any) -> RendezvousH
     return static.create_standalone_handler(params)
 
 
-def fixed(nodes: int = 1, endpoint: str = "host:29500", **config: Any) -> RendezvousHandler:
+def fixed(nodes: int = 1, endpoint: str = "host:29500", **config: Any) -> Any:
     config = {"rank": 0, "timeout": 900, **config}
     return static.create_rdzv_handler(RendezvousParameters("static", endpoint, "run", 1, nodes, **config))
 

@@ -72,6 +72,7 @@ def test_the_json_form() -> None:
         "history": plain(PAST.told(100.0)),
         "output": {},
         "snapshots": None,
+        "checks": [],
     }
 
 

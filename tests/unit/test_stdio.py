@@ -121,7 +121,7 @@ def test_text_of_ours_does_not_wait_for_a_line_that_was_given_up() -> None:
         assert read_all(reader, b"ours\n").lstrip(b".") == b"x" * begun + b"\nours\n"
 
 
-SPEAKERS: dict[str, Callable[[], None]] = {
+SPEAKERS: dict[str, Callable[[], object]] = {
     "a line of the command": lambda: log_lines.StderrHandler().handle(logging.makeLogRecord({"msg": "words"})),
     "a line from Python": lambda: (log_lines.prefix_warnings(), logging.getLogger("holdfast").warning("words")),
     "an event": lambda: events.record(events.Event("words", events.EventSource.AGENT), "console"),

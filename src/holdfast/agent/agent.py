@@ -17,7 +17,7 @@ from holdfast.agent import causes
 from holdfast.agent.loop import AgentLoop
 from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from holdfast.agent.publisher import Publisher
-from holdfast.agent.sinks import LogLines, Records
+from holdfast.agent.sinks import LogLines, Records, Sink
 from holdfast.agent.workers import Workers
 from holdfast.errors import UserError
 from holdfast.loop import BusyTime
@@ -27,6 +27,7 @@ from holdfast.telemetry.metrics import prof
 from holdfast.telemetry.status import AgentStatus
 
 if TYPE_CHECKING:
+    from holdfast.agent.node_checks import NodeChecks
     from holdfast.telemetry.events import Event
 
 __all__ = ["DEFAULT_ROLE", "ElasticAgent", "SimpleElasticAgent"]
@@ -110,6 +111,22 @@ class SimpleElasticAgent(ElasticAgent):
         cause = traceback.format_exc() if is_raised else causes.cause_of(self._result)
         return self._records.event("FAILED", raw_error=cause)
 
+    def _checks(self, run: Coordination, publisher: Publisher, told: list[Sink]) -> NodeChecks | None:
+        plan = self._worker_group.spec.checks
+        if plan is None:
+            return None
+        from holdfast.agent.node_checks import NodeChecks
+
+        checks = NodeChecks(plan, run, tuple(told), self._checks_dir, lambda: publisher.control_path)
+        publisher.readable |= checks.commands
+        publisher.unready_words = checks.waiting_for
+        told.append(checks)
+        return checks
+
+    def _checks_dir(self) -> str:
+        """Where the output of checks is kept; empty if nowhere."""
+        return ""
+
     @prof
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         group, spec, handler = self._worker_group, self._worker_group.spec, self._worker_group.spec.rdzv_handler
@@ -118,12 +135,13 @@ class SimpleElasticAgent(ElasticAgent):
         run = handler if isinstance(handler, Coordination) else SoloCoordination(handler, spec.monitor_interval)
         workers, processes = self._make_workers()
         self._publisher = publisher = Publisher(group, processes, run, self._get_alive_time)
-        told = [LogLines(group, processes, run, self._exit_barrier_timeout), self._records, publisher]
+        told: list[Sink] = [LogLines(group, processes, run, self._exit_barrier_timeout), self._records, publisher]
         if spec.events_file:
             from holdfast.agent.journal import Journal
 
             told.append(Journal(group, processes))
-        loop = AgentLoop(group, workers, run, self._exit_barrier_timeout, self._shutdown_timeout, told)
+        checks = self._checks(run, publisher, told)
+        loop = AgentLoop(group, workers, run, self._exit_barrier_timeout, self._shutdown_timeout, told, checks)
         run.watch_loop(self._busy_time.stuck_for_s)
         run.answer_with(publisher.answer)
         with self._busy_time.measured_here(), publisher.served(self._health_check_server), signals.deferred():

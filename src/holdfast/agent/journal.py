@@ -21,6 +21,7 @@ from holdfast.telemetry.events_file import EventsFile
 if TYPE_CHECKING:
     from holdfast.agent.model import WorkerGroup
     from holdfast.agent.workers import Workers
+    from holdfast.checks.gate import CheckResult
 
 VERSION = 1
 
@@ -53,6 +54,15 @@ class Journal(Sink):
 
     def refused(self, error: BaseException) -> None:
         self._write("refused", {"reason": str(error)})
+
+    def checked(self, results: tuple[CheckResult, ...], delay_s: float | None) -> None:
+        for each in results:
+            fields = {"check": each.name, "state": each.state, "text": each.text, "seconds": each.seconds}
+            self._write("checked", fields)
+        if delay_s is not None:
+            failed = [each for each in results if each.state == "failed"]
+            reason = "; ".join(f"check {each.name} failed: {each.text}" for each in failed)
+            self._write("excluded", {"reason": reason, "retry_in_s": delay_s})
 
     def end(self, end: RunEnd) -> None:
         from holdfast.failures import verdict  # Costs a millisecond, and many runs need none.

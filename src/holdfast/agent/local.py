@@ -74,6 +74,10 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         return HookWorkers(self._worker_group, own, self._processes), self._processes
 
+    def _checks_dir(self) -> str:
+        make: Any = getattr(self._group.logs_specs, "make_checks_dir", None)  # Plug-ins may have none.
+        return str(make(self._worker_group.spec.run_id)) if make is not None else ""
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         return self._processes.start()
 

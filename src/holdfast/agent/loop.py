@@ -48,6 +48,7 @@ from holdfast.rendezvous.membership.model import (
 from holdfast.signals import RunClosed, SignalException
 
 if TYPE_CHECKING:
+    from holdfast.agent.node_checks import NodeChecks
     from holdfast.agent.snapshot_transfers import Listing
 
 logger = Logger(__name__)
@@ -68,8 +69,10 @@ class AgentLoop:
         peers_timeout_s: float,
         grace_s: float,
         told: Sequence[Sink],
+        checks: NodeChecks | None = None,
     ) -> None:
         self._group, self._workers, self._run, self._told = group, workers, run, told
+        self._checks = checks
         self._grace_s = grace_s
         self._machine = Lifecycle(peers_timeout_s)
         self._place: Place | None = None
@@ -166,6 +169,10 @@ class AgentLoop:
         if self._listing is not None:
             fds.append(self._listing.fileno())
             deadlines.append(self._listing.until)
+        checks = self._checks if self._machine.phase is AgentPhase.JOINING and self._listing is None else None
+        if checks is not None:
+            fds += checks.fds()
+            deadlines.append(checks.deadline())
         deadline = min((each for each in deadlines if each is not None), default=None)
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         wait_readable(fds, timeout_s, writable=workers.unsent_fds() if workers is not None else ())
@@ -174,6 +181,8 @@ class AgentLoop:
             self._send_join()
         if ends_at is not None and time.monotonic() >= ends_at:
             return [lifecycle.PeersTimedOut(self._machine.round)]
+        if checks is not None and checks.poll():
+            run.tell_ready(checks.unready)
         if not self._is_watching():
             return run.take()
         looks = {AgentPhase.STARTING: self._look_at_start, AgentPhase.STOPPING: self._look_at_stop}
@@ -310,7 +319,10 @@ class AgentLoop:
             self._workers.snapshots.tell(self._run, listing)
         result, round = self._result, self._machine.round
         has_failed = self._failed_round == round > 0 and bool(result.failures)
-        self._run.join(causes.failure_of(result, round, with_evidence=True) if has_failed else None)
+        failure = causes.failure_of(result, round, with_evidence=True) if has_failed else None
+        if self._checks is not None:
+            self._run.unready = self._checks.want_place(failure)
+        self._run.join(failure)
 
     def _enter(self, sealed: Sealed) -> None:
         self._place = sealed.place
@@ -376,6 +388,8 @@ class AgentLoop:
         result.report = causes.report_of(result, *known) if end is End.FAILED else None
         if result.report is not None and self._workers.snapshots is not None:
             result.report = changed(result.report, steps_lost=self._workers.snapshots.steps_lost)
+        if result.report is not None and self._checks is not None:
+            result.report = changed(result.report, checks=self._checks.failed())
         if outcome is not None:
             causes.add_agreed_cause(result, outcome, group.group_world_size or 1)
         return result

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.frozen import dataclass, field
 
 if TYPE_CHECKING:
+    from holdfast.checks.plan import CheckPlan
     from holdfast.failures.report import RunReport
     from holdfast.hangs.policy import HangPolicy
     from holdfast.process.errors import ProcessFailure
@@ -33,7 +34,8 @@ class WorkerSpec:
     rendezvous offers. `fn` is the old name of `entrypoint` and wins over it. `restart_policy` says more about
     restarts than `max_restarts` can, and replaces it. `hang_policy` says when the group counts as hung; it is for
     agents of this host, others watch as they can. The agent writes what happens to `events_file` (docs/events.md). It
-    calls `on_first_node` with the run id, once, when it gets group rank 0; that must not block.
+    calls `on_first_node` with the run id, once, when it gets group rank 0; that must not block. It runs `checks` before
+    it asks for a place.
     """
 
     role: str
@@ -56,6 +58,7 @@ class WorkerSpec:
     hang_policy: HangPolicy | None = None
     events_file: str = ""
     on_first_node: Callable[[str], None] | None = None
+    checks: CheckPlan | None = None
 
     def __post_init__(self) -> None:
         if self.fn is not None:

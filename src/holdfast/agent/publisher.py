@@ -27,9 +27,10 @@ from holdfast.rendezvous.coordination import Coordination
 from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
 from holdfast.telemetry import history
 from holdfast.telemetry.history import History
-from holdfast.telemetry.status import AgentStatus, Output, WorkerStatus, plain
+from holdfast.telemetry.status import AgentStatus, CheckStatus, Output, WorkerStatus, plain
 
 if TYPE_CHECKING:
+    from holdfast.checks.gate import CheckResult
     from holdfast.process.workers.group import PContext
     from holdfast.telemetry.spans import Tracing
 
@@ -98,14 +99,21 @@ class Publisher(Sink):
         who = (group.spec.run_id, group.spec.role, os.uname().nodename, os.getpid())
         left = group.spec.policy.max_restarts
         self.status = AgentStatus(*who, *now, restarts_left=left, node_id=run.node_id, past=History(now[1]))
+        self.control_path = ""
+        self.unready_words: Callable[[], str] = lambda: ""
+        # What others may ask through the coordinator, too: they only read.
+        inspected = dict.fromkeys(("logs", "stacks", "config", "events"), self._inspect)
+        self.readable: dict[str, control.Command] = {"status": self._describe, "snapshots": self._list_snapshots}
+        self.readable |= inspected
         self._last_words: deque[tuple[dict[str, Any], Callable[[bytes], None]]] = deque(maxlen=_MOST_AWAIT_LAST_WORDS)
 
     @contextmanager
     def served(self, health_check_server: Any) -> Iterator[None]:
         """Within this block, a run of the agent, others can ask."""
-        commands = {**self._readable, "stop": self._request_stop, "export": self._export, "query": self._query}
+        commands = {**self.readable, "stop": self._request_stop, "export": self._export, "query": self._query}
         serve = control.served(self.status.run_id, commands, slow=("query", "stacks", "export"))
         with self._traced() as self._tracing, self._health_served(health_check_server), serve as served:
+            self.control_path = served.path if served is not None else ""
             try:
                 yield
             finally:
@@ -129,6 +137,17 @@ class Publisher(Sink):
 
     def look(self) -> None:
         self._publish()
+
+    def checked(self, results: tuple[CheckResult, ...], delay_s: float | None) -> None:
+        now, before = time.monotonic(), {each.name: each.failures for each in self.status.checks}
+        found = [
+            CheckStatus(
+                each.name, each.state, each.text, each.seconds, before.get(each.name, 0) + (each.state == "failed"),
+                each.output, now,
+            )
+            for each in results
+        ]  # fmt: skip
+        self._publish(checks=tuple(found))
 
     def leave(self) -> None:
         now = time.monotonic()
@@ -165,7 +184,7 @@ class Publisher(Sink):
         hears of that: it may be the end of the run, after which nothing can be asked."""
         request = control.parsed(line)
         if request.get("command") != "last_words":
-            reply(control.answer_to(line, self._readable))
+            reply(control.answer_to(line, self.readable))
             return
         for each in self._awaiting(request.get("follower")):
             each["is_superseded"] = True  # It asks again if no answer came in time, or the coordinator was restarted.
@@ -195,11 +214,6 @@ class Publisher(Sink):
 
             reason, text = report.cause, run_text(report).strip("\n")[:_REPORT_LIMIT_CHARS]
         return {"end": self._end.state, "reason": reason, "report": text, "status": self._describe({})}
-
-    @property
-    def _readable(self) -> dict[str, control.Command]:
-        inspected = dict.fromkeys(("logs", "stacks", "config", "events"), self._inspect)
-        return {"status": self._describe, "snapshots": self._list_snapshots, **inspected}
 
     def _list_snapshots(self, request: Mapping[str, Any]) -> dict[str, Any]:
         found = self._workers.snapshots
@@ -278,7 +292,7 @@ class Publisher(Sink):
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
         progress, copied = self._workers.progress, self._workers.copied
         readers = (progress.of, progress.rate_of) if progress is not None else ()
-        told = self.status.told(time.monotonic(), self._run.joined, *readers)
+        told = self.status.told(time.monotonic(), self.unready_words() or self._run.joined, *readers)
         output = {name: Output(each.lines, each.size_bytes) for name, each in copied.items()}
         snapshots = self._workers.snapshots.status() if self._workers.snapshots is not None else None
         shown: dict[str, Any] = plain(changed(told, output=output, snapshots=snapshots))

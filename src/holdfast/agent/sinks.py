@@ -28,6 +28,7 @@ from holdfast.text import plural
 
 if TYPE_CHECKING:
     from holdfast.agent.workers import Workers
+    from holdfast.checks.gate import CheckResult
     from holdfast.failures.report import RunReport
     from holdfast.rendezvous.coordination import Coordination
     from holdfast.telemetry.events import Event
@@ -73,6 +74,9 @@ class Sink:
 
     def refused(self, error: BaseException) -> None:
         """There is no place for this node."""
+
+    def checked(self, results: tuple[CheckResult, ...], delay_s: float | None) -> None:
+        """The checks of this node have ended. `delay_s` is until the next try, if the node stays out meanwhile."""
 
     def leave(self) -> None:
         """This node goes away, which is no step of its machine."""
@@ -237,6 +241,18 @@ class LogLines(Sink):
         self._group, self._workers, self._run = group, workers, run
         self._peers_timeout_s = peers_timeout_s
         self._restarts_used: int | None = None
+
+    def checked(self, results: tuple[CheckResult, ...], delay_s: float | None) -> None:
+        """What passes is told if the user wants to know more."""
+        failed = [each for each in results if each.state == "failed"]
+        for each in results:
+            logger.debug("check %s: %s in %.1f s: %s", each.name, each.state, each.seconds, each.text)
+        for each in failed:
+            logger.warning("check %s failed: %s", each.name, each.text)
+        if delay_s is not None:
+            logger.warning("this node stays out of the run; its checks run again in %.0f s", delay_s)
+        elif failed:
+            logger.warning("this node takes part all the same (--check-action log)")
 
     def take(self, step: Step) -> None:
         group, policy = self._group, self._group.spec.policy

@@ -32,6 +32,7 @@ COMMANDS = {
     "warm": ("holdfast.cli.warm:main", "keep modules in memory, so that the next runs start at once"),
     "doctor": ("holdfast.cli.doctor:main", "check this host and the way to a coordinator"),
     "bundle": ("holdfast.cli.bundle:main", "collect what is needed to look into a problem, without secrets"),
+    "completion": ("holdfast.cli.completion:main", "print a script with which bash, zsh or fish completes commands"),
 }
 
 # Commands that holdfast itself starts, by this name, in adopted programs.

@@ -33,6 +33,7 @@ from holdfast.process.spawner.client import REPORT_FILE_VARIABLE, SUCCESS_FILE_V
 if TYPE_CHECKING:
     import argparse
 
+    from holdfast.checks.plan import CheckPlan
     from holdfast.hangs.policy import HangPolicy
     from holdfast.launcher import LaunchConfig
     from holdfast.process.workers.cpus import NumaOptions
@@ -281,6 +282,8 @@ def _unused(args: RunArguments, config: LaunchConfig) -> Iterator[str]:
     is_used = {
         "start_method": args.run_path,
         "restart_window": args.max_restarts > 0,
+        "check_timeout": bool(args.check),
+        "check_action": bool(args.check),
         "dashboard_addr": args.dashboard,
         "dashboard_linger": args.dashboard,
         "rdzv_backend": not is_standalone,
@@ -378,6 +381,7 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         snapshot_memory=args.snapshot_memory,
         snapshot_dir=args.snapshot_dir,
         snapshot_bandwidth=args.snapshot_bandwidth,
+        checks=_check_plan(args),
     )
 
 
@@ -396,6 +400,14 @@ def _restart_policy(args: RunArguments) -> RestartPolicy:
         loss_limit=args.loss_limit,
         loss_window_s=args.loss_window,
     )
+
+
+def _check_plan(args: RunArguments) -> CheckPlan | None:
+    if not args.check:
+        return None
+    from holdfast.agent import node_checks
+
+    return node_checks.plan_of(args.check, args.check_timeout, excludes=args.check_action == "exclude")
 
 
 def _hang_policy(args: RunArguments) -> HangPolicy | None:

@@ -143,6 +143,7 @@ def _odd_ones_of(view: RunView) -> Iterator[str]:
             yield from words.table([heading, *odd[:_MOST_ODD]])
         if len(odd) > _MOST_ODD:
             yield f"... and {len(odd) - _MOST_ODD} more"
+    yield from _checks_of(view, only_failed=True)
     yield from _refusals_of(view)
     yield "--all shows every node and worker."
 
@@ -156,7 +157,17 @@ def _details_of(view: RunView) -> Iterator[str]:
         if len(workers) > _MOST_WORKERS:
             yield f"... and {len(workers) - _MOST_WORKERS} more workers; --json shows all"
     yield from _failed_before(view)
+    yield from _checks_of(view)
     yield from _refusals_of(view)
+
+
+def _checks_of(view: RunView, *, only_failed: bool = False) -> Iterator[str]:
+    for status in (told.status for told in view.agents.values()):
+        for each in status.checks:
+            if each.state == "failed" or not only_failed:
+                ago = words.age_text(each.age_s)
+                line = f"check {each.name} of {status.node_id or status.host}: {each.state} {ago} ago: {each.text}"
+                yield escape.cut(escape.one_line(line))
 
 
 def _refusals_of(view: RunView) -> Iterator[str]:

@@ -293,7 +293,7 @@ class RunReport:
     `cascade` are the failures after the first, in their order. `stopped` are the ranks that did not fail by how they
     ended; a run of several nodes does not know that of all ranks, and has one entry with an empty text. `not_again` is
     why the run was not tried again. `steps_lost` is how many steps were computed again after restarts, if a snapshot
-    was loaded after them."""
+    was loaded after them. `checks` are those of this node that failed: name, finding, last lines."""
 
     name: str
     run_id: str
@@ -310,6 +310,7 @@ class RunReport:
     earlier: tuple[EarlierRound, ...] = ()
     exit_code: int = 1
     steps_lost: int | None = None
+    checks: tuple[tuple[str, str, str], ...] = ()
 
 
 def run_text(report: RunReport) -> str:
@@ -317,7 +318,9 @@ def run_text(report: RunReport) -> str:
     run = _wrapped(f"run {report.run_id}, {plural(report.nodes, 'node')}")
     lines = ["", border, f"{escape.one_line(report.name)} FAILED", *run, rule]
     lines += ["Root Cause (first observed failure):", *_first_lines(report)]
-    sections = (_cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _verdict_lines, _where_lines)
+    sections = (
+        _cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _verdict_lines, _check_lines, _where_lines,
+    )  # fmt: skip
     lines += [line for section in sections for line in section(report)]
     return "\n".join([*lines, border, f"Cause: {escape.one_line(report.cause)}"])
 
@@ -376,6 +379,13 @@ def _verdict_lines(report: RunReport) -> Iterator[str]:
         yield from _wrapped(words)
 
 
+def _check_lines(report: RunReport) -> Iterator[str]:
+    for name, text, output in report.checks:
+        yield from _wrapped(f"Check {name} failed on this node: {escape.cut(text, CAUSE_LINE_LIMIT_CHARS)}")
+        lines = [escape.one_line(line) for line in lines_of(output)[-_STDERR_LIMIT_LINES:]]
+        yield from (f"    {line}" for line in lines if line != text)
+
+
 def _where_lines(report: RunReport) -> Iterator[str]:
     host = f" (on {report.first.node})" if report.nodes > 1 else ""
     evidence = report.first.evidence
@@ -417,6 +427,7 @@ def run_dict(report: RunReport) -> dict[str, Any]:
         },
         "logs": evidence.logs or None,
         "left": list(evidence.left),
+        "checks": [{"name": name, "text": text, "output": output} for name, text, output in report.checks],
     }
 
 

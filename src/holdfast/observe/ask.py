@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from inspect import get_annotations
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -47,24 +48,9 @@ _ASKED_AT_ONCE = 64
 _OTHERS_LIMIT_S = 5.0
 
 # The records were defined without msgspec, which agents that no one asks do not import.
-for _kind in (
-    history.RoundStatus,
-    history.HistoryStatus,
-    stragglers.Rate,
-    status.WorkerStatus,
-    status.Output,
-    status.SnapshotStatus,
-    status.AgentStatus,
-    status.NodeStatus,
-    status.Refusal,
-    status.HeldNode,
-    status.StoryLine,
-    status.RunStatus,
-    status.SnapshotStatus,
-    status.HeldParts,
-    status.SnapshotList,
-):
-    _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
+for _kind in [each for module in (history, stragglers, status) for each in vars(module).values()]:
+    if isinstance(_kind, type) and "wire." in str(get_annotations(_kind)):
+        _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
 
 
 def decoded(answer: object, kind: type[T], whose: str) -> T:

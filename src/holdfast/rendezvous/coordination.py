@@ -95,7 +95,8 @@ class Coordination(abc.ABC):
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
     failure and before it joins again; and before each join `held`, the snapshots that this node has. `has_snapshots`:
     its workers may save some. Then `snapshot_port` is where its transfer process serves them (0: nowhere), with TLS
-    if there are `tls_files`: the certificate, its key and the authority."""
+    if there are `tls_files`: the certificate, its key and the authority. `unready`, also set before each join: the node
+    can have no place yet, because its checks run (empty) or one has failed (why)."""
 
     has_leases = False
     has_snapshots = False
@@ -108,6 +109,7 @@ class Coordination(abc.ABC):
         self.held: tuple[Held, ...] = ()
         self.snapshot_port = 0
         self.tls_files: tuple[str, str, str] | None = None
+        self.unready: str | None = None
         self._mailbox: Mailbox[AgentPush] = Mailbox()
 
     @abc.abstractmethod
@@ -124,6 +126,10 @@ class Coordination(abc.ABC):
         """Ask for a place in the next round. The answer is pushed: `Sealed`, `Ended` or `JoinFailed`.
         `failure` is the one that was reported in the last round, with its evidence."""
 
+    def tell_ready(self, unready: str | None) -> None:
+        """While the node waits for a place: `unready` has changed."""
+        self.unready = unready
+
     @abc.abstractmethod
     def found(self, sealed: Sealed) -> RendezvousInfo:
         """The store of the round that was sealed, and where its workers meet."""
@@ -137,6 +143,11 @@ class Coordination(abc.ABC):
         """A descriptor that listens at `snapshot_port`, for the caller to close, and the key with which peers prove
         themselves. None if no peer may fetch snapshots from this node."""
         return None
+
+    def listen_for_peer(self) -> tuple[int, str, int]:
+        """The descriptor of a socket that listens for another node, for the caller to close, with its address and
+        port. Raises HoldfastError or OSError."""
+        raise HostError("this node cannot be reached by others")
 
     @abc.abstractmethod
     def report_failure(self, round: int, failure: Failure) -> None:

@@ -209,11 +209,17 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             for each in ports:
                 each.renew("")
         self._listen_for_snapshots()
-        said = (failure and protocol.clipped(failure), self.advance)
-        held = snapshots.limited(self.held)
-        asked = node.JoinRequested(self._held.number, *said, self._held_free.number, held, self.snapshot_port)
-        if not client.post(asked) and self._error is not None:
+        said = (failure and protocol.clipped(failure), self.advance, self._held_free.number)
+        had = (snapshots.limited(self.held), self.snapshot_port)
+        with self._lock:  # The first time this is in another thread than `tell_ready`.
+            is_posted = client.post(node.JoinRequested(self._held.number, *said, *had, _cut(self.unready)))
+        if not is_posted and self._error is not None:
             self._fail(self._error)
+
+    def tell_ready(self, unready: str | None) -> None:
+        with self._lock:
+            self.unready = unready
+            self._post(node.ReadinessChanged(_cut(unready)))
 
     def _listen_for_snapshots(self) -> None:
         """Once, if other nodes may fetch from this one: they have to prove the token."""
@@ -232,6 +238,14 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         if self._snapshot_fd < 0 or self._options.token is None:
             return None
         return os.dup(self._snapshot_fd), keys.snapshot_key(self._options.token, self._run_id)
+
+    def listen_for_peer(self) -> tuple[int, str, int]:
+        port = endpoints.HeldPort()
+        try:
+            port.renew(self._held_at)
+            return port.listen(), self._facts.address, port.number
+        finally:
+            port.release()
 
     def found(self, sealed: model.Sealed) -> api.RendezvousInfo:
         assert self._client is not None
@@ -446,6 +460,10 @@ def create_handler_at(
     return CoordinatorHandler(
         params, options, where, lambda _: FixedEndpoint(host, port, params.run_id, options), [(host, port)], master
     )
+
+
+def _cut(reason: str | None) -> str | None:
+    return reason and escape.cut(reason, protocol.MAX_TEXT)
 
 
 def digest_of(path: str) -> str:

@@ -63,6 +63,7 @@ class SoloCoordination(Coordination):
         self._delay_s = 0.0
         self._earlier: tuple[model.RoundEnd, ...] = ()
         self._found: RendezvousInfo | None = None
+        self._is_deferred = False  # The agent wants a place, and is not ready for it.
 
     def introduce(
         self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = "",
@@ -75,6 +76,9 @@ class SoloCoordination(Coordination):
         if self.outcome is not None:
             self._mailbox.put(Ended(self.outcome))
             return
+        self._is_deferred = self.unready is not None
+        if self._is_deferred:
+            return  # There is no coordinator that would want to know.
         delay_s, self._delay_s = self._delay_s, 0.0
         self.close()
         self._is_over = is_over = threading.Event()
@@ -84,6 +88,12 @@ class SoloCoordination(Coordination):
         at = (self._thread, is_over, delay_s)
         self._thread = threading.Thread(target=self._meet_and_ask, args=at, name="holdfast-handler", daemon=True)
         self._thread.start()
+
+    def tell_ready(self, unready: str | None) -> None:
+        """A rendezvous that this node waits in cannot be left."""
+        self.unready = unready
+        if unready is None and self._is_deferred:
+            self.join()
 
     def close(self) -> None:
         """Ask the handler no more about this round."""

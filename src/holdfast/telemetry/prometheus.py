@@ -85,6 +85,10 @@ def _snapshots(name: str) -> Callable[[Status], Samples]:
     return lambda status: [((), status["snapshots"][name])] if status["snapshots"] else []
 
 
+def _checks(name: str) -> Callable[[Status], Samples]:
+    return lambda status: [((each["name"],), each[name]) for each in status["checks"]]
+
+
 def _info(status: Status) -> Samples:
     return [((status["host"], status["node_id"], status["role"]), 1)]
 
@@ -130,6 +134,10 @@ AGENT = (
         _snapshots("step")),
     Row("holdfast_agent_snapshot_age_seconds", "Time since that step was saved.", _snapshots("age_s")),
     Row("holdfast_agent_snapshot_bytes", "Memory of this node's snapshots.", _snapshots("used_bytes")),
+    Row("holdfast_agent_check_failures_total", "How often a check of this node (--check) has failed.",
+        _checks("failures"), ("check",)),
+    Row("holdfast_agent_check_seconds", "How long a check of this node took, the last time.", _checks("seconds"),
+        ("check",)),
 )  # fmt: skip
 
 RUN = (

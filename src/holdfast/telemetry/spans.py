@@ -113,7 +113,8 @@ def _provider() -> tuple[TracerProvider, bool] | None:
         from opentelemetry import trace
         from opentelemetry.sdk import trace as sdk
     except ImportError as error:
-        logger.debug("no spans: %s", error)
+        if any(os.environ.get(name) for name in _ENDPOINTS):
+            logger.info("no spans are sent: the package %s is missing: pip install 'holdfast[otel]'", error.name)
         return None
     present = trace.get_tracer_provider()
     if isinstance(present, sdk.TracerProvider):

@@ -79,11 +79,26 @@ class SnapshotStatus:
 
 
 @frozen
+class CheckStatus:
+    """The last result of a check of this node (`--check`): `passed`, `failed`, or `unknown` if there was no evidence.
+    It took `seconds` and ended `age_s` ago; `failures` counts all that failed. `output` are its last lines."""
+
+    name: str = ""
+    state: str = ""
+    text: str = ""
+    seconds: wire.Seconds = 0.0
+    failures: wire.Count = 0
+    output: str = ""
+    started_monotonic: float | None = None
+    age_s: wire.Seconds | None = None
+
+
+@frozen
 class AgentStatus:
     """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
     machine (`lifecycle.Step`). `node_id` is its name in the run, if it has one. `failed` are the last workers that
     failed, of this round and earlier ones. `past` is the history of this node. `age_s`, `waiting_for`, `history`,
-    `output` and `snapshots` are filled in when the status is told."""
+    `output` and `snapshots` are filled in when the status is told. `checks` are in the order of the options."""
 
     run_id: str = ""
     role: str = ""
@@ -107,6 +122,7 @@ class AgentStatus:
     history: HistoryStatus = HistoryStatus()
     output: Mapping[str, Output] = field(default_factory=dict)
     snapshots: SnapshotStatus | None = None
+    checks: tuple[CheckStatus, ...] = ()
 
     def told(
         self,
@@ -140,6 +156,7 @@ class AgentStatus:
                 for step in self.story[-_STEPS_SHOWN:]
             ),
             history=self.past.told(now),
+            checks=tuple(changed(each, age_s=_age_s(each.started_monotonic, now)) for each in self.checks),
         )
 
 
@@ -171,7 +188,8 @@ class Refusal:
 
 @frozen
 class HeldNode:
-    """A node that has to wait before it gets a place, because its host was lost repeatedly. `text` says so."""
+    """A node that has to wait before it gets a place, because its host was lost repeatedly, or because of its checks;
+    then `left_s` is 0. `text` says so."""
 
     node_id: str = ""
     host: str = ""

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.cli.arguments.values import (
     address,
+    checks,
     duration_above_0_s,
     duration_s,
     exit_codes,
@@ -230,6 +231,15 @@ class RunArguments(Options):
     snapshot_bandwidth = value("--snapshot-bandwidth SIZE", FAILURES, size_bytes, "0", in_full=True, help=
         "How many bytes a second this node may send to other nodes when it copies snapshots, as in 100m; 0 means no "
         "limit.")
+    check = optional("--check CHECK", FAILURES, checks, in_full=True, joined_by="\n", help=
+        "Check this node before it asks for a place: memory, disk:PATH, path:PATH, clock, gpu, link, kernel, or a "
+        "command, which fails with an exit code other than 0. May be given several times; in the variable, one check a "
+        "line. Results hold for 10 minutes. See docs/checks.md.")
+    check_timeout = value("--check-timeout TIME", FAILURES, duration_s, "60s", in_full=True, help=
+        "How long each check may take; after that it is killed and has failed.")
+    check_action = value("--check-action WHAT", FAILURES, str, "log", choices=("log", "exclude"), in_full=True, help=
+        "What follows from a check that fails: log, a line, an event and a count; exclude, the node stays out of the "
+        "run and checks again, 10 s later at first and up to 10 minutes later each time.")
     signals_to_handle = value("--signals-to-handle NAMES", FAILURES, signal_names, "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         help="The signals that stop the run in order: the workers get the same signal, and the grace period to exit.")
     monitor_interval = value("--monitor-interval SECONDS", FAILURES, seconds_above_0, "0.1", help=
@@ -282,9 +292,9 @@ class RunArguments(Options):
         "Where events of the run are recorded: null, nowhere; console; or a destination that "
         "other code has registered.")
     events_file = optional("--events-file FILE", OUTPUT, str, in_full=True, help=
-        "Append one JSON line to FILE for each thing that happens on this node: joined, refused, sealed, restarted, "
-        "started, progress, finished, failed, hung, stopped, ended. Agents of one host may share the file. See "
-        "docs/events.md.")
+        "Append one JSON line to FILE for each thing that happens on this node: checked, excluded, joined, refused, "
+        "sealed, restarted, started, progress, finished, failed, hung, stopped, ended. Agents of one host may share "
+        "the file. See docs/events.md.")
     dashboard = flag("--dashboard", OUTPUT, in_full=True, is_common=True, help=
         "Serve a page about the run to browsers, as `holdfast dashboard` does. If several nodes give this, the one "
         "with group rank 0 serves. The URL is printed when the workers start; anybody who knows it can look. Needs "
@@ -333,7 +343,7 @@ OPTIONS: tuple[Option, ...] = RunArguments.table()
 HELP = Option("-h, --help", OUTPUT, "Show the options that most runs need.", in_environment=False, is_common=True)
 HELP_ALL = Option("--help-all", OUTPUT, "Show all options.", in_environment=False, in_full=True, is_common=True)
 PRINT_COMPLETION = Option(
-    "--print-completion SHELL", OUTPUT, "Print a script with which bash or zsh completes the options.",
-    choices=("bash", "zsh"), in_environment=False, in_full=True,
+    "--print-completion SHELL", OUTPUT, "The same as `holdfast completion SHELL`.",
+    choices=("bash", "zsh", "fish"), in_environment=False, in_full=True,
 )  # fmt: skip
 INFORMATION = (HELP, HELP_ALL, PRINT_COMPLETION)

@@ -139,30 +139,12 @@ EXAMPLES = (
 )
 
 
-# Options before the script, and files. zsh understands the script of bash.
-_COMPLETION = {
-    "bash": """\
-_holdfast_run() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}}
-    if [ "${{COMP_WORDS[1]}}" = run ] && [ "${{word:0:1}}" = - ]; then
-        COMPREPLY=($(compgen -W "{flags}" -- "$word"))
-    elif [ "$COMP_CWORD" = 1 ]; then
-        COMPREPLY=($(compgen -W "{commands}" -- "$word"))
-    fi
-}}
-complete -o default -F _holdfast_run holdfast
-""",
-}
-_COMPLETION["zsh"] = f"autoload -U +X bashcompinit && bashcompinit\n{_COMPLETION['bash']}"
-
-
 def wanted_text(wanted: HelpWanted) -> str:
     if not wanted.shell:
         return help_text(console.width(), wanted.is_all)
-    from holdfast.cli.main import COMMANDS
+    from holdfast.cli import completion
 
-    flags = [flag for option in (*OPTIONS, *INFORMATION) for flag in option.flags]
-    return _COMPLETION[wanted.shell].format(flags=" ".join(flags), commands=" ".join(COMMANDS))
+    return completion.script(wanted.shell)
 
 
 def help_text(width: int, is_all: bool = False) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from holdfast.option import LONGEST_NUMBER, count
 
 if TYPE_CHECKING:
+    from holdfast.checks.plan import Check
     from holdfast.hangs.policy import Signal
     from holdfast.process.output.logs import Std
 
@@ -97,6 +98,12 @@ def module_names(text: str) -> tuple[str, ...]:
     from holdfast.process import preload
 
     return preload.module_names(text)
+
+
+def checks(text: str) -> tuple[Check, ...]:
+    from holdfast.checks import plan
+
+    return plan.parse_checks(text)
 
 
 def streams(text: str) -> Std | dict[int, Std]:

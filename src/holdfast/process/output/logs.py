@@ -3,6 +3,7 @@
     <log dir>/latest                   a link to the newest attempt of the newest run
     <log dir>/<run id>_<8 random>/     one for each LogsSpecs object
         report.json                    why the run failed, if it did
+        checks/                        the output of each check of the node, as it ran last
         attempt_<n>/                   one for each `reify`, numbered from 0; never reused, never deleted
             filtered_stdout.log        lines that the duplicate filters match
             filtered_stderr.log
@@ -194,6 +195,16 @@ class DefaultLogsSpecs(LogsSpecs):
             envs[rank][ERROR_FILE_ENV] = "" if path == os.devnull else path
         return dest
 
+    def make_checks_dir(self, run_id: str) -> str:
+        """Before the first attempt. Empty if there is no log dir, or it cannot be used."""
+        if self._is_temporary or self.root_log_dir == os.devnull:
+            return ""
+        try:
+            return os.path.join(self._present_run_dir(run_id), "checks")
+        except UserError as error:
+            logger.warning("%s; the output of checks is not kept", error)
+            return ""
+
     def remove_if_unused(self, *, keep_errors: bool = True) -> None:
         """Remove those directories of a temporary log dir that hold no file; leave a user's log dir alone. The errors
         that led to restarts are of no use once the run has succeeded."""
@@ -232,10 +243,8 @@ class DefaultLogsSpecs(LogsSpecs):
         """Make the directories of the next attempt, and the run's own if it is not there (any more). None if the log
         dir, which worked at the start of the run, cannot be used now: the run goes on without logs."""
         try:
-            if self._run_dir is None or not os.path.isdir(self._run_dir):
-                _make_directory(self._root, mode=0o700 if self._is_temporary else 0o777)
-                self._run_dir = _new_directory(self._root, _as_file_name(run_id) + "_")
-            while not _is_made(path := os.path.join(self._run_dir, f"attempt_{self._attempt}")):
+            run_dir = self._present_run_dir(run_id)
+            while not _is_made(path := os.path.join(run_dir, f"attempt_{self._attempt}")):
                 self._attempt += 1
             self._attempt += 1
             for rank in range(nprocs):
@@ -251,6 +260,13 @@ class DefaultLogsSpecs(LogsSpecs):
             logger.warning("logs are written again, to %s", path)
         self._is_log_dir_lost = False
         return path
+
+    def _present_run_dir(self, run_id: str) -> str:
+        """Made if it is not there (any more). Raises UserError."""
+        if self._run_dir is None or not os.path.isdir(self._run_dir):
+            _make_directory(self._root, mode=0o700 if self._is_temporary else 0o777)
+            self._run_dir = _new_directory(self._root, _as_file_name(run_id) + "_")
+        return self._run_dir
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DefaultLogsSpecs):

@@ -243,8 +243,7 @@ def is_package(script: str) -> bool:
 def serve_as_template() -> None:
     """Returns in the workers that are forked from this process, which go on as cold ones do."""
     fd = take_fd("HOLDFAST_TEMPLATE")
-    names = run_beside("template")
-    names["Template"](fd, program_directory(enter_path()[0]), program_directory).serve()
+    run_beside("template")["Template"](fd, program_directory(enter_path()[0]), program_directory).serve()
 
 
 def run_beside(name: str) -> "dict[str, Any]":
@@ -271,10 +270,8 @@ class JaxWatch:
 
 
 def prepare(evidence: Evidence) -> "Program":
-    if sys.argv[0].startswith("/proc/self/fd/"):
-        # The spawner has held interrupts back until here, from where on an exception loses our frames on its way out.
-        _signal = sys.modules["_signal"]
-        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGINT,))
+    if sys.argv[0].startswith("/proc/self/fd/"):  # The spawner held interrupts back until exceptions lose our frames.
+        sys.modules["_signal"].pthread_sigmask(sys.modules["_signal"].SIG_UNBLOCK, (2,))
     payload_fd = take_fd("HOLDFAST_PAYLOAD")
     peers_fds = [take_fd(name) for name in ("HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE")]
     mode, rest = enter_path()
@@ -290,9 +287,8 @@ def prepare(evidence: Evidence) -> "Program":
 
 def prepare_module(rest: "list[str]") -> "Program":
     reset_main()
-    name, *sys.argv[1:] = rest
-    sys.argv[0] = "-m"
-    return run_as_main(name, True)
+    sys.argv[:] = ["-m", *rest[1:]]
+    return run_as_main(rest[0], True)
 
 
 def run_as_main(name: str, alter_argv: bool) -> "Program":
@@ -354,8 +350,10 @@ def quickly_compiled(content: bytes, path: str) -> "Any":
     if sys.getprofile() is not None or is_oddly_encoded(content):
         return None
     code, strict, filters = None, ("error", None, Warning, None, 0), sys.modules.get("warnings", _warnings).filters
+    note = getattr(_warnings, "_filters_mutated", None) or _warnings._filters_mutated_lock_held  # As `warnings` does.
+    getattr(_warnings, "_acquire_lock", bool)()  # From Python 3.14 on.
     filters.insert(0, strict)
-    _warnings._filters_mutated()  # As `warnings` does.
+    note()
     try:
         for source in (b"", content):
             try:
@@ -369,7 +367,8 @@ def quickly_compiled(content: bytes, path: str) -> "Any":
     finally:
         sys.setprofile(None)
         filters.remove(strict)
-        _warnings._filters_mutated()
+        note()
+        getattr(_warnings, "_release_lock", bool)()
     return code
 
 

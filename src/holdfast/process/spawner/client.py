@@ -94,7 +94,7 @@ class SpawnerLink(snapshot_link.SnapshotLink):
             ours, theirs = channel_pair()
             token = os.urandom(8).hex()
             # The mark is for what is forked from the spawner and never executes anything: it shows this environment.
-            environment = {**_environment(), procfs.MARK_VARIABLE.encode(): f"{token}.spawner".encode()}
+            environment = {**inherited_environment(), procfs.MARK_VARIABLE.encode(): f"{token}.spawner".encode()}
             # A number of its own: before glibc 2.29 a dup2 onto the same number leaves close-on-exec set in the child.
             target = os.dup(theirs.fileno())
             try:
@@ -171,7 +171,7 @@ class SpawnerLink(snapshot_link.SnapshotLink):
         """Workers inherit this process's environment, directory and ignored signals as they are now. From now on the
         spawner does not stay stopped, and kills its workers when the lease runs out."""
         fds = (lease.descriptor_for_spawner(),) if lease is not None else ()
-        self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()), fds)
+        self._channel.send(("prepare", inherited_environment(), _directory(), _ignored_signals()), fds)
         if not self._is_guarded:
             self._is_guarded = True
             # It does not get the link, so that a link that is dropped can be collected.
@@ -184,7 +184,7 @@ class SpawnerLink(snapshot_link.SnapshotLink):
     def preload(self, wanted: Wanted, bytecode: bytes, imports_fd: int | None = None) -> None:
         """Have a template ready to fork warm workers from. Until `is_preloading` ends nothing should be started. The
         workers note their imports in the file `imports_fd`."""
-        self._channel.send(("prepare", _environment(), _directory(), _ignored_signals()))
+        self._channel.send(("prepare", inherited_environment(), _directory(), _ignored_signals()))
         fds = (memory_file(bytecode), *([] if imports_fd is None else [os.dup(imports_fd)]))
         self._channel.send(("preload", *wanted), fds)
         self._modules, self._is_warming = wanted[1], True
@@ -438,7 +438,8 @@ def _attached(modules: tuple[str, ...], *, is_early: bool = False) -> tuple[Spaw
         return None, error.strerror or str(error)
 
 
-def _environment() -> dict[bytes, bytes]:
+def inherited_environment() -> dict[bytes, bytes]:
+    """That of this process, without what is the agent's alone."""
     inherited = adoption.without_adoption(os.environb)
     return {name: value for name, value in inherited.items() if name not in SECRETS}
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -81,12 +82,14 @@ class Queries:
             first = request.get("first", 0)
             page = first if type(first) is int and 0 <= first <= len(self._run.membership.nodes) else 0
             client.send(protocol.Answer(query.number, self._status(page, now)))
+        elif command == "clock":  # For people, who may want to know the skew: nothing compares clocks of hosts.
+            client.send(protocol.Answer(query.number, _encoded({"result": {"time": time.time()}})))
         elif command == "stop":
             problem = self._stop(client, query, request)
         elif command == "outcome":
             self._await_outcome(client, query)
         else:
-            problem = "a coordinator answers to: status, outcome, stop"
+            problem = "a coordinator answers to: status, clock, outcome, stop"
         if problem:
             client.send(protocol.Answer(query.number, _encoded({"error": problem})))
 

@@ -86,7 +86,7 @@ class Losses:
         return self._hosts[host][-1] + min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (count - 2))
 
     def words(self, nodes: NodeTable, now: float, who: str = "") -> dict[str, str]:
-        """For each node that is held: for how long, and why."""
+        """For each node that cannot have a place now: why, and for how long if its host was lost."""
         found = {}
         for key, until in sorted(nodes.held.items()):
             facts = nodes[key].facts
@@ -96,6 +96,9 @@ class Losses:
             found[key] = (
                 f"{name} stands by for {left_s:.0f} s more, because host {facts.host} was lost {times} in the last hour"
             )
+        for key, reason in sorted(nodes.unready.items()):
+            name = who or nodes[key].facts.node_id
+            found[key] = f"{name} stays out: {reason}" if reason else f"{name} stands by until its checks have ended"
         return found
 
     def _count(self, host: str, now: float) -> int:

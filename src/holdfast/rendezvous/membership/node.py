@@ -89,7 +89,7 @@ _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 class JoinRequested:
     """The node has no workers and wants a place in the next round. The agent holds both ports, new ones each time.
     `failure` is the one that was reported in the last round, with its evidence; `advance` is of that round, too.
-    `held` are the snapshots that the node has, `snapshot_port` is where it serves them."""
+    `held` are the snapshots that the node has, `snapshot_port` is where it serves them. `unready` as in `Join`."""
 
     port: int
     failure: Failure | None = None
@@ -97,6 +97,15 @@ class JoinRequested:
     free_port: int = 0
     held: tuple[model.Held, ...] = ()
     snapshot_port: int = 0
+    unready: str | None = None
+
+
+@frozen
+class ReadinessChanged:
+    """While the node waits: it is ready for a place, or not ready any more (`Join.unready`). If it has been given a
+    place meanwhile, of which the agent may not have heard, this comes too late."""
+
+    unready: str | None
 
 
 @frozen
@@ -113,7 +122,7 @@ class Welcomed:
     restarts_used: int = 0
 
 
-AgentEvent = JoinRequested | Failed | Succeeded | SnapshotReport | Leaving | Left | Close | Pushed
+AgentEvent = JoinRequested | ReadinessChanged | Failed | Succeeded | SnapshotReport | Leaving | Left | Close | Pushed
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
@@ -139,6 +148,7 @@ class Participant:
         self._stop: Stop | None = None
         self._advance: Advance | None = None
         self._held: tuple[model.Held, ...] = ()  # When the agent asked for a place last.
+        self._unready: str | None = None  # So, too.
         self._reported: SnapshotReport | None = None  # Of `place`: the last, and when one was sent.
         self._reported_at = 0.0
         self._has_left = False  # While LEAVING: the workers are gone.
@@ -157,12 +167,14 @@ class Participant:
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
-            case JoinRequested(port, failure, advance, free_port, held, snapshot_port):
-                self._advance, self._held = advance, held
+            case JoinRequested(port, failure, advance, free_port, held, snapshot_port, unready):
+                self._advance, self._held, self._unready = advance, held, unready
                 if failure is not None and self._failure is not None:
                     self._failure = Failed(self._failure.round, failure)
                 self.facts = replace(self.facts, port=port, free_port=free_port, snapshot_port=snapshot_port)
                 return self._join(now)
+            case ReadinessChanged(unready):
+                return self._change_readiness(unready)
             case Failed(round) | Succeeded(round) | SnapshotReport(round) if not self._is_in(round):
                 return []
             case Failed():
@@ -212,8 +224,23 @@ class Participant:
     def _join_message(self) -> Join:
         """With what was said of the last round: it may have met a closed connection, or a coordinator that is gone."""
         place, failure = self._last_place, self._failure.failure if self._failure else None
-        said = (self._has_lost_place, failure, self._stop, self._advance, self._heard_restarts, self._held)
+        said = (
+            self._has_lost_place,
+            failure,
+            self._stop,
+            self._advance,
+            self._heard_restarts,
+            self._held,
+            self._unready,
+        )
         return Join(self.facts, self.settings, place, self._heard_round, *said)
+
+    def _change_readiness(self, unready: str | None) -> list[Command]:
+        """Never a join: the agent, whose loop has not taken its place in yet, would start workers without a lease."""
+        if self.standing is not Standing.WAITING:
+            return []
+        self._unready = unready
+        return self._say(self._join_message())
 
     def _report(self, report: SnapshotReport, now: float) -> list[Command]:
         """A newer step is said once a second, everything else at once. A coordinator that agrees on no steps may not

@@ -53,12 +53,14 @@ class Node:
 
 class NodeTable(dict[str, Node]):
     """The nodes by key; only `add` and `remove` change which. `waiting`: those that have joined and are connected.
-    `held`: those that have joined and have to wait until that time, because their host was lost before."""
+    `held`: those that have joined and have to wait until that time, because their host was lost before. `unready`:
+    those that get no place until they join again, with their reasons (`Join.unready`)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting: set[str] = set()
         self.held: dict[str, float] = {}
+        self.unready: dict[str, str] = {}
         self._by_silence: OrderedDict[str, None] = OrderedDict()  # Open ones; the one that is silent longest is first.
         self._drop_times: list[tuple[float, str]] = []  # A heap, with some that are not true any more.
         self._claims: dict[int, set[str]] = {}  # Which keys requested which rank.
@@ -93,7 +95,9 @@ class NodeTable(dict[str, Node]):
         key = f"{facts.node_id}/{known}"
         return key if known is not None and known < facts.incarnation and key in self else None
 
-    def add(self, facts: NodeFacts, stage: Stage, now: float, held_until: float = 0.0) -> Node:
+    def add(
+        self, facts: NodeFacts, stage: Stage, now: float, held_until: float = 0.0, unready: str | None = None
+    ) -> Node:
         """A node that is known keeps its place in the order of arrival, and the time until which it is held."""
         key = facts.key
         known = self.get(key)
@@ -106,11 +110,17 @@ class NodeTable(dict[str, Node]):
         self.shapes[facts.shape] += 1
         if facts.requested_rank is not None:
             self._claims.setdefault(facts.requested_rank, set()).add(key)
+        if unready is not None:
+            self.unready[key] = unready
         if stage is Stage.WAITING and held_until > now:
             self.held[key] = held_until
-        elif stage is Stage.WAITING:
-            self.waiting.add(key)
+        self._await(node)
         return node
+
+    def _await(self, node: Node) -> None:
+        """If nothing is in the way of a place."""
+        if node.stage is Stage.WAITING and node.is_open and node.key not in self.held and node.key not in self.unready:
+            self.waiting.add(node.key)
 
     def remove(self, key: str) -> None:
         node = self.pop(key, None)
@@ -124,6 +134,7 @@ class NodeTable(dict[str, Node]):
         self.shapes -= Counter((node.facts.shape,))
         self.waiting.discard(key)
         self.held.pop(key, None)
+        self.unready.pop(key, None)
         self._by_silence.pop(key, None)
         if self._incarnations.get(node.facts.node_id) == node.facts.incarnation:
             del self._incarnations[node.facts.node_id]
@@ -145,27 +156,31 @@ class NodeTable(dict[str, Node]):
 
     def reopen(self, node: Node, now: float) -> None:
         node.drop_at = None
-        if node.stage is Stage.WAITING and node.key not in self.held:
-            self.waiting.add(node.key)
+        self._await(node)
         self.hear(node.key, now)
 
     def release(self, now: float) -> tuple[str, ...]:
-        """Nodes that were held long enough wait like any other. Returns which of them are connected."""
+        """Nodes that were held long enough wait like any other. Returns which of them can have a place."""
         if not self.held:
             return ()
         keys = sorted(key for key, until in self.held.items() if until <= now)
         for key in keys:
             del self.held[key]
-        freed = tuple(key for key in keys if self[key].is_open)
-        self.waiting.update(freed)
-        return freed
+            self._await(self[key])
+        return tuple(key for key in keys if key in self.waiting)
 
     def next_release_at(self) -> float | None:
         return min(self.held.values(), default=None)
 
-    def held_beyond(self, at: float) -> int:
-        """How many are held for longer than that."""
-        return sum(1 for until in self.held.values() if until > at)
+    def out_beyond(self, at: float) -> int:
+        """How many cannot have a place until then: they are held for longer, or stay out. Checks that run may end."""
+        held = {key for key, until in self.held.items() if until > at}
+        return len(held | {key for key, reason in self.unready.items() if reason})
+
+    @property
+    def hopeful(self) -> int:
+        """How many have a place to hope for without news from outside: they wait, are held, or run their checks."""
+        return len(self.waiting) + len({*self.held, *self.unready} - {key for key, why in self.unready.items() if why})
 
     def dropped_by(self, now: float) -> list[str]:
         return sorted({key for at, key in self._drop_times if at <= now and self._is_dropped_at(at, key)})
@@ -181,7 +196,10 @@ class NodeTable(dict[str, Node]):
 
     def check(self) -> None:
         open_keys = set(self.open_keys())
-        assert self.waiting == {key for key in open_keys if self[key].stage is Stage.WAITING} - self.held.keys()
+        assert self.waiting == {key for key in open_keys if self[key].stage is Stage.WAITING} - self.held.keys() - (
+            self.unready.keys()
+        )
+        assert self.unready.keys() <= self.keys()
         assert all(self[key].stage is Stage.WAITING for key in self.held)
         assert self._by_silence.keys() == open_keys
         assert {key for at, key in self._drop_times if self._is_dropped_at(at, key)} == self.keys() - open_keys

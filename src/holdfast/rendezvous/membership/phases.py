@@ -238,9 +238,10 @@ class Membership:
             commands += self._stopped_before(join)
             self._present.owing.discard(facts.key)
         self._past.awaited.discard(facts.node_id)
-        node = self.nodes.add(facts, Stage.WAITING, now, self._losses.held_until(join, self._past.order, now))
+        held_until = self._losses.held_until(join, self._past.order, now)
+        node = self.nodes.add(facts, Stage.WAITING, now, held_until, join.unready)
         node.snapshots = join.held
-        if facts.key in self.nodes.held:
+        if facts.key in self.nodes.held or join.unready or (self.phase is Phase.RUNNING and join.unready is not None):
             return commands + self._hold([facts.key])
         return commands + (self._stand_by((facts.key,)) if self.phase is Phase.RUNNING else [])
 
@@ -501,7 +502,7 @@ class Membership:
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
         waiting = len(self.nodes.waiting)
         self._formation.count(waiting, self.settings, now)
-        is_hopeless = waiting + len(self.nodes.held) < self.settings.min_nodes
+        is_hopeless = self.nodes.hopeful < self.settings.min_nodes
         if is_hopeless and self._formation.has_timed_out(self.settings, now):
             names, held = self.nodes.names_waiting(), [*self._losses.words(self.nodes, now).values()]
             missing = too_few(names, held, self.settings.min_nodes, self.settings.join_timeout_s)
@@ -512,7 +513,7 @@ class Membership:
         return [Tell(self.nodes.waiting_keys(), progress)] if progress is not None and waiting else []
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        known = len(self.nodes) - self.nodes.held_beyond(now + self._agreed.last_call_s)
+        known = len(self.nodes) - self.nodes.out_beyond(now + self._agreed.last_call_s)
         return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
@@ -530,7 +531,7 @@ class Membership:
             self.nodes[key].stage = Stage.RUNNING
             self.nodes.waiting.discard(key)
         told = [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
-        waiting, held = self.nodes.waiting_keys(), sorted(self.nodes.held)
+        waiting, held = self.nodes.waiting_keys(), sorted({*self.nodes.held, *self.nodes.unready})
         return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
 
     # The end.

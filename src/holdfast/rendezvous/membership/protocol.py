@@ -191,7 +191,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     `heard_round` the highest round that it knows of. `failure` is what its workers of that round failed of, `advance`
     how far they came, and `stop` the message that made it stop, in case that the coordinator does not know.
     `has_lost_place`: the node had to kill its workers because it could not reach the coordinator. `heard_restarts` is
-    the highest number of charged restarts that it knows of. `held` are the snapshots that the node has."""
+    the highest number of charged restarts that it knows of. `held` are the snapshots that the node has. `unready`: it
+    gets no place until it joins again without that; empty while its checks run, else why it stays out."""
 
     facts: NodeFacts
     settings: Settings
@@ -203,6 +204,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     advance: Advance | None = None
     heard_restarts: Count = 0
     held: Annotated[tuple[model.Held, ...], Meta(max_length=model.MAX_HELD)] = ()
+    unready: Text | None = None
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):

@@ -80,9 +80,9 @@ def _story(run: Membership, now: float) -> Iterator[StoryLine]:
 def _held(run: Membership, now: float) -> Iterator[HeldNode]:
     """The nodes that wait the shortest first."""
     words, held = run._losses.words(run.nodes, now), run.nodes.held
-    for key in sorted(held, key=held.__getitem__)[:_HELD_SHOWN]:
+    for key in sorted(words, key=lambda key: held.get(key, now))[:_HELD_SHOWN]:
         facts = run.nodes[key].facts
-        left_s = round(max(0.0, held[key] - now), 3)
+        left_s = round(max(0.0, held.get(key, now) - now), 3)
         yield HeldNode(facts.node_id, facts.host, left_s, escape.cut(words[key], _TEXT_LIMIT))
 
 

@@ -1,0 +1,181 @@
+"""When a node runs its checks, and whether it may have a place in the next round. Pure.
+
+              a place is wanted, no results
+    IDLE ---------------------------------> CHECKING ------ passed, or failures are only logged ------> OPEN
+      ^        (the run is told: not ready)    ^   |                                          (the run is told: ready)
+      |                                        |   +------- failed, and failures exclude -------------> SHUT
+      |  a round begins with this node         |                                        (the run is told why)
+      +----------------------------------------+------- the delay is over <---------------------------- SHUT
+                                               +------- the results are old, and the node still waits - OPEN
+
+Results hold for `HOLD_S`, so an ordinary restart asks for its place at once. A loss of this node's place, or a failure
+that is blamed on the node, ends them (`Suspected`). A node that waits for a place as a standby checks again when they
+are old, and stays ready meanwhile. The delay after a failure is that of lost hosts: 10 s, doubled each time up to 10
+minutes. A check without evidence counts as passed.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import assert_never
+
+from holdfast.checks.plan import CheckPlan
+from holdfast.frozen import frozen
+
+HOLD_S = 600.0
+FIRST_DELAY_S, LONGEST_DELAY_S = 10.0, 600.0
+_NEVER = float("-inf")
+
+PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
+
+
+@frozen
+class CheckResult:
+    """`state` is PASSED, FAILED, or UNKNOWN if there is no evidence. `text` says in a line what was found, `output` has
+    the last lines of the check."""
+
+    name: str
+    state: str
+    text: str = ""
+    seconds: float = 0.0
+    output: str = ""
+
+
+class GateState(StrEnum):
+    IDLE = "IDLE"
+    CHECKING = "CHECKING"
+    OPEN = "OPEN"
+    SHUT = "SHUT"
+
+
+# Events.
+
+
+@frozen
+class PlaceWanted:
+    pass
+
+
+@frozen
+class Suspected:
+    """The last results say nothing about the node any more."""
+
+
+@frozen
+class ChecksEnded:
+    results: tuple[CheckResult, ...]
+
+
+@frozen
+class RoundBegun:
+    """This node has a place in it."""
+
+
+@frozen
+class TimePassed:
+    pass
+
+
+Event = PlaceWanted | Suspected | ChecksEnded | RoundBegun | TimePassed
+
+
+# Commands.
+
+
+@frozen
+class StartChecks:
+    pass
+
+
+@frozen
+class StopChecks:
+    pass
+
+
+@frozen
+class AskForPlace:
+    """Or tell the run that this node is not ready: `unready` is empty while checks run, else it says why."""
+
+    unready: str | None
+
+
+@frozen
+class Report:
+    """`delay_s` is until the next try, if the node stays out."""
+
+    results: tuple[CheckResult, ...]
+    delay_s: float | None = None
+
+
+Command = StartChecks | StopChecks | AskForPlace | Report
+
+
+class Gate:
+    """Of one agent."""
+
+    def __init__(self, plan: CheckPlan) -> None:
+        self._excludes = plan.excludes
+        self.state = GateState.IDLE
+        self.unready: str | None = None  # What the run was told last.
+        self._fresh_until = _NEVER
+        self._retry_at = 0.0  # While SHUT.
+        self._failures = 0  # In a row, with a node that stays out.
+
+    def next_deadline(self) -> float | None:
+        if self.state is GateState.SHUT:
+            return self._retry_at
+        return self._fresh_until if self.state is GateState.OPEN else None
+
+    def step(self, event: Event, now: float) -> list[Command]:
+        match event:
+            case Suspected():
+                self._fresh_until = _NEVER
+                return []
+            case PlaceWanted():
+                return self._wanted(now)
+            case ChecksEnded(results):
+                return self._ended(results, now) if self.state is GateState.CHECKING else []
+            case RoundBegun():
+                was_checking = self.state is GateState.CHECKING
+                self.state, self.unready = GateState.IDLE, None
+                return [StopChecks()] if was_checking else []
+            case TimePassed():
+                deadline = self.next_deadline()
+                if deadline is None or now < deadline:
+                    return []
+                self.state = GateState.CHECKING
+                return [StartChecks()]
+        assert_never(event)
+
+    def _wanted(self, now: float) -> list[Command]:
+        if self.state is GateState.SHUT and now < self._retry_at:
+            return [AskForPlace(self.unready)]
+        if now < self._fresh_until:
+            self.state, self.unready = GateState.OPEN, None
+            return [AskForPlace(None)]
+        was_checking = self.state is GateState.CHECKING
+        self.state, self.unready = GateState.CHECKING, ""
+        return [AskForPlace(""), *([] if was_checking else [StartChecks()])]
+
+    def _ended(self, results: tuple[CheckResult, ...], now: float) -> list[Command]:
+        failed = [each for each in results if each.state == FAILED]
+        if not failed or not self._excludes:
+            self.state, self._fresh_until, self._failures = GateState.OPEN, now + HOLD_S, 0
+            return [Report(results), *self._tell(None)]
+        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._failures, 10))
+        self._failures += 1
+        self.state, self._fresh_until, self._retry_at = GateState.SHUT, _NEVER, now + delay_s
+        more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
+        reason = f"its check {failed[0].name} failed: {failed[0].text}{more}"
+        return [Report(results, delay_s), *self._tell(reason)]
+
+    def _tell(self, unready: str | None) -> list[Command]:
+        """If that is news."""
+        is_news, self.unready = unready != self.unready, unready
+        return [AskForPlace(unready)] if is_news else []
+
+    def check(self) -> None:
+        """The invariants; tests call this after every step."""
+        assert (self.state is GateState.SHUT) <= bool(self.unready)
+        assert (self.state in (GateState.IDLE, GateState.OPEN)) <= (self.unready is None)
+        assert self._excludes or not self.unready
