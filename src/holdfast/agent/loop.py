@@ -174,13 +174,13 @@ class AgentLoop:
         if workers is not None:
             fds += [fd for fd in [workers.fileno()] if fd is not None]
             deadlines.append(workers.deadline())
-        checks = self._checks if self._machine.phase is AgentPhase.JOINING else None
-        if checks is not None:
-            fds += checks.fds()
-            deadlines.append(checks.deadline())
         if self._listing is not None:
             fds.append(self._listing.fileno())
             deadlines.append(self._listing.until)
+        checks = self._checks if self._machine.phase is AgentPhase.JOINING and self._listing is None else None
+        if checks is not None:
+            fds += checks.fds()
+            deadlines.append(checks.deadline())
         deadline = min((each for each in deadlines if each is not None), default=None)
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         wait_readable(fds, timeout_s, writable=workers.unsent_fds() if workers is not None else ())

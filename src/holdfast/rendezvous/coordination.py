@@ -99,8 +99,9 @@ class Coordination(abc.ABC):
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
     failure and before it joins again; and before each join `held`, the snapshots that this node has, and `peers`, where
     its workers were when one of the run failed. `has_snapshots`: its workers may save some. Then `snapshot_port` is
-    where its transfer process serves them (0: nowhere). `unready`, also set before each join: the node can have no
-    place yet, because its checks run (empty) or one has failed (why)."""
+    where its transfer process serves them (0: nowhere), with TLS if there are `tls_files`: the certificate, its key and
+    the authority. `unready`, also set before each join: the node can have no place yet, because its checks run (empty)
+    or one has failed (why)."""
 
     has_leases = False
     has_snapshots = False
@@ -113,6 +114,7 @@ class Coordination(abc.ABC):
         self.peers: tuple[Folded, ...] = ()
         self.held: tuple[Held, ...] = ()
         self.snapshot_port = 0
+        self.tls_files: tuple[str, str, str] | None = None
         self.unready: str | None = None
         self._mailbox: Mailbox[AgentPush] = Mailbox()
 

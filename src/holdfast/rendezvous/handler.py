@@ -76,6 +76,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._error: Exception | None = None
         self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
         self._held_at, self._snapshot_fd = "", -1
+        if options.tls.cert:
+            cert, key, ca = (os.path.abspath(path) if path else "" for path in options.tls)
+            self.tls_files = (cert, key, ca)
         self._last_round = 0
         self._leaving_at: float | None = None
         self._lease_until: float | None = None
