@@ -89,6 +89,12 @@ def test_links_of_the_site_lead_somewhere(pages: dict[Path, Page]) -> None:
     assert sorted(set(problems(pages))) == []
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    places, listed = (ROOT / "mkdocs.yml").read_text(), (ROOT / "docs" / "decisions" / "index.md").read_text()
+    assert [path.name for path in (ROOT / "docs").glob("*.md") if f": {path.name}\n" not in places] == []
+    assert [path.name for path in (ROOT / "docs" / "decisions").glob("0*.md") if f"({path.name})" not in listed] == []
+
+
 def test_links_out_of_the_documents_lead_to_the_project() -> None:
     assert site_hooks.address("../Makefile", Path("docs")) == f"{site_hooks.PROJECT}/blob/main/Makefile"
     assert site_hooks.address("../../src#x", Path("docs/decisions")) == f"{site_hooks.PROJECT}/tree/main/src#x"
