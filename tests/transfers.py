@@ -31,7 +31,10 @@ def content_of(fd: int, size: int) -> bytes:
 class Node:
     """A transfer process in a thread, and what it has said to its spawner."""
 
-    def __init__(self, key: bytes = KEY, limit: int = 1 << 30, bandwidth: int = 0, directory: str = "") -> None:
+    def __init__(
+        self, key: bytes = KEY, limit: int = 1 << 30, bandwidth: int = 0, directory: str = "",
+        tls: tuple[str, str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.said: list[tuple[Any, ...]] = []
         self.slots: dict[tuple[Any, int], tuple[int, int]] = {}
         self._limit, self._filling = limit, dict[int, tuple[Any, int, int, int, int]]()
@@ -39,7 +42,7 @@ class Node:
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = listener.getsockname()[1]
         self._stop_read, self._stop_write = os.pipe()
-        transfer = Transfer(Channel(theirs), listener, key, bandwidth, directory)
+        transfer = Transfer(Channel(theirs), listener, key, bandwidth, directory, tls)
         self._threads = [threading.Thread(target=act, daemon=True) for act in (transfer.run, self._serve)]
         for thread in self._threads:
             thread.start()

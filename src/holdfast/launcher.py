@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from holdfast import log
-from holdfast.agent import publisher, sinks
+from holdfast.agent import notice, publisher, sinks
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec
 from holdfast.errors import UserError, mark_as_from_run
@@ -28,7 +29,7 @@ from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, SignalException, parse_signals
+from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, SignalException
 from holdfast.telemetry import metrics
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class LaunchConfig:
     `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent answers whether it is alive. `preload` names modules (a text with commas
     or a sequence) that are imported once, in a process from which the workers are then forked. `preload_only`: what the
     workers import besides is not learned. `checks` (`holdfast.checks.plan.CheckPlan`) run before the node asks for a
-    place. The other fields after it are those of `GroupSpec` and `WorkerSpec`.
+    place. The other fields after it are those of `GroupSpec` and `WorkerSpec`, and the options of `holdfast run` about
+    notices and passed signals.
     """
 
     min_nodes: int
@@ -99,8 +101,15 @@ class LaunchConfig:
     snapshot_memory: int | None = None
     snapshot_dir: str = ""
     snapshot_bandwidth: int = 0
+    peer_stacks: str = "auto"
+    cpus_per_worker: int = 0
     refusal: str = ""
     checks: CheckPlan | None = None
+    notice_signal: str | None = None
+    notice_file: str = ""
+    notice_time_s: float = notice.DEFAULT_TIME_S
+    notice_worker_signal: str = ""
+    pass_signals: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.nproc_per_node, str):
@@ -115,10 +124,27 @@ class LaunchConfig:
         self.exit_barrier_timeout = _time_s(
             "exit_barrier_timeout", self.exit_barrier_timeout, _EXIT_BARRIER_TIMEOUT_VARIABLE, 300
         )
+        if self.peer_stacks not in ("auto", "on", "off") or self.cpus_per_worker < 0:
+            given = f"{self.peer_stacks!r} and {self.cpus_per_worker}"
+            raise UserError(f"peer_stacks is auto, on or off, and cpus_per_worker a number from 0 on, not {given}")
+        if self.numa_options is None and not self.cpus_per_worker:
+            self.numa_options = _default_numa_options(int(self.nproc_per_node))
         problem = restart_policy.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
         if problem:
             raise UserError(problem)
         publisher.health_address(self.health_port)  # A wrong address is refused here.
+
+
+def _default_numa_options(workers: int) -> Any:
+    """torch's rule: with as many accelerators as workers, the default of the installed torch, if it has one (a vendor's
+    may, the public one has none). Asked only where torch has been imported."""
+    choose = getattr(sys.modules.get("torch._utils_internal"), "get_default_numa_options", None)
+    if choose is None or workers not in (devices.gpu_count("/", os.environ), devices.xpu_count("/", os.environ)):
+        return None
+    options = choose()
+    if options is not None:
+        logger.info("NUMA options of the installed torch: %r", options)
+    return options
 
 
 def _time_s(name: str, given: float | None, variable: str, default: int) -> float:
@@ -204,7 +230,10 @@ def _make_specs(
     meeting = (config.rdzv_backend, config.rdzv_endpoint, run_id, config.min_nodes, config.max_nodes, config.local_addr)
     parameters = RendezvousParameters(*meeting, **config.rdzv_configs)
     master_addr, master_port = _get_addr_and_port(parameters)
-    parse_signals(config.signals_to_handle)
+    noticing = notice.settings_of(
+        config.notice_signal, config.notice_file, config.notice_time_s, config.notice_worker_signal,
+        config.pass_signals, config.signals_to_handle,
+    )  # fmt: skip
     if config.event_log_handler != "null":
         from holdfast.telemetry import events
 
@@ -232,6 +261,7 @@ def _make_specs(
         events_file=config.events_file,
         on_first_node=config.on_first_node,
         checks=config.checks,
+        notice=noticing,
     )
     assert config.logs_specs is not None
     group = GroupSpec(
@@ -249,6 +279,8 @@ def _make_specs(
         snapshot_memory=config.snapshot_memory,
         snapshot_dir=config.snapshot_dir,
         snapshot_bandwidth=config.snapshot_bandwidth,
+        peer_stacks=config.peer_stacks,
+        cpus_per_worker=config.cpus_per_worker,
         **preload,
     )
     return spec, group

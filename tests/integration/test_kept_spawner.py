@@ -18,7 +18,8 @@ from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.spawner import command, kept, server
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Channel, Lease, channel_pair
-from holdfast.process.workers.group import GroupSpec, new_group
+from holdfast.process.workers.group import GroupSpec
+from holdfast.process.workers.start import new_group
 from tests import support
 from tests.promises import proves
 
@@ -99,7 +100,7 @@ def test_no_snapshot_of_the_earlier_run_is_left(tmp_path: Path) -> None:
     first = SpawnerLink.launch()
     first.begin_snapshots(1 << 20, 0, 1, 1, [0], None, "")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        first.order_of_snapshots("peers", b"k" * 32, 0, "", fds=(os.dup(listener.fileno()),))
+        first.order_of_snapshots("peers", b"k" * 32, 0, "", None, fds=(os.dup(listener.fileno()),))
         address = listener.getsockname()
     run(first, tmp_path, "FIRST", source=SNAPSHOT)
     with socket.create_connection(address):  # It has the transfer process started.

@@ -23,6 +23,7 @@ import pytest
 from holdfast.errors import HostError
 from holdfast.observe import ask
 from tests import nodes, support
+from tests.certificates import make_certificates
 from tests.nodes import Scene
 from tests.promises import promise, proves
 
@@ -353,8 +354,12 @@ def test_snapshots_of_a_run_are_listed_and_exported(run: Training) -> None:
     "this host."
 )
 def test_an_agent_exports_the_copies_that_it_has(run: Training) -> None:
+    """The copies came through TLS."""
+    made = make_certificates(run.home)
+    tls = ("--tls-cert", made.server_pem, "--tls-key", made.server_key, "--tls-ca", made.ca_pem)
     for name in "ab":
-        run.train_on(name, "2", "--nproc-per-node", "2", "--snapshot-copies", "1", last=2000)
+        run.train_on(name, "2", "--nproc-per-node", "2", "--snapshot-copies", "1", *tls, last=2000)
+    run.await_step(1, 4)
     run.wait_for(lambda: copied_steps(run), "a step that was copied")
     run.pause_at(1)  # Now the last copies stay.
     exported = run.home / "exported"

@@ -6,13 +6,16 @@ import os
 import socket
 import time
 import zlib
+from pathlib import Path
 
 import pytest
 
-from holdfast.snapshots import frames, transfer
+from holdfast.snapshots import frames, peer, transfer
 from holdfast.snapshots.frames import Part
 from tests import support
+from tests.certificates import make_certificates
 from tests.promises import promise, proves
+from tests.relay import Relay
 from tests.transfers import KEY, SNAPSHOT, memory_file, nodes
 
 DATA = os.urandom((3 << 20) + 17)
@@ -33,6 +36,34 @@ def test_a_part_is_fetched_and_a_copy_is_sent() -> None:
         one.order("send", 7, SNAPSHOT, 0, 4, "127.0.0.1", other.port, fds=(memory_file(b"else"),))
         one.await_said("done", 7)
         assert other.data_of(copy) == DATA
+
+
+@promise(
+    "snapshots.tls: If the nodes have certificates, snapshots move through TLS: peers without TLS, with a certificate "
+    "of another authority, or between two nodes get nothing."
+)
+def test_parts_go_through_tls(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    ours = (made.server_pem, made.server_key, made.ca_pem)
+    others = (made.stranger_pem, made.stranger_key, made.other_pem)
+    with nodes({"tls": ours}, {"tls": ours}, {"tls": others}, {}) as (source, node, stranger, plain):
+        source.hold(PART, DATA)
+        wire = Relay(source.port)
+        node.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", wire.port)
+        node.await_said("done", 1)
+        assert node.data_of(PART) == DATA
+        assert DATA[: 1 << 12] not in wire.passed
+        wire.close()
+        for each in (stranger, plain):
+            each.order("fetch", 2, SNAPSHOT, 1, "127.0.0.1", source.port)
+            each.await_said("failed", 2)
+            assert each.data_of(PART) is None
+
+
+@proves("snapshots.tls")
+def test_seals_are_of_one_certificate() -> None:
+    one, other = (frames.seals_of(KEY, b"c" * 32, b"s" * 32, cert)[0].next(b"x") for cert in (b"server", b"between"))
+    assert one != other
 
 
 def test_what_the_source_has_not_and_what_does_not_fit_is_said() -> None:
@@ -164,7 +195,7 @@ def test_peers_wait_until_strangers_are_gone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_peer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "FRAME_LIMIT_S", 0.3)
+    monkeypatch.setattr(peer, "FRAME_LIMIT_S", 0.3)
     with nodes({}) as (node,):
         client = Client(node.port)
         client.send(frames.request(frames.PUT, Part(SNAPSHOT, 0, 4)))

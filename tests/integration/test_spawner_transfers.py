@@ -29,7 +29,7 @@ class Node(Rounds):
         self.link.hear_of_snapshots = self.reports.append
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = listener.getsockname()[1]
-        self._peers = ("peers", key, bandwidth, directory)
+        self._peers = ("peers", key, bandwidth, directory, None)
         self._fd = listener.detach()
         self._begin = self.link.begin_snapshots
         self._next: tuple[Any, list[int]] = (None, [])

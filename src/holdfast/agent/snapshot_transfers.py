@@ -170,7 +170,7 @@ class SnapshotTransfers:
             return
         found = run.snapshot_listener()
         fds, key = ((found[0],), found[1]) if found is not None else ((), b"")
-        link.order_of_snapshots("peers", key, self._bandwidth, self._directory, fds=fds)
+        link.order_of_snapshots("peers", key, self._bandwidth, self._directory, run.tls_files, fds=fds)
         link.has_peers, link.hear_of_snapshots = True, self.hear
 
     def order_parts(self) -> None:

@@ -14,6 +14,7 @@ from holdfast.agent.model import RunResult, WorkerState
 
 if TYPE_CHECKING:
     from holdfast.agent.snapshots import NodeSnapshots
+    from holdfast.failures.records import Folded
     from holdfast.hangs.progress import GroupProgress
     from holdfast.process.output.lines import Copied
     from holdfast.process.workers.group import PContext
@@ -26,7 +27,7 @@ class Workers:
     """The interface; as it stands, a group without workers. Of processes of this host more is known than of others:
     `context` is the last life of the group, `progress` what they have told of it, sampled last at `sampled_at`,
     `copied` how much they have written, `snapshots` what they have saved. `serves_store`: the workers of rank 0 come
-    with torch's store."""
+    with torch's store. Workers that are started find notices at `notice_path`, and may end with `agreed_code`."""
 
     context: PContext | None = None
     progress: GroupProgress | None = None
@@ -34,6 +35,8 @@ class Workers:
     serves_store = False
     copied: Mapping[str, Copied] = {}
     snapshots: NodeSnapshots | None = None
+    notice_path = ""
+    agreed_code: int | None = None
 
     def prepare(self, run: Coordination) -> None:
         """This node asks for a place in the next round: get ready what can be."""
@@ -56,6 +59,14 @@ class Workers:
     def examine(self) -> RunResult | None:
         """The run hangs: see where these workers are. The result if the cause is among them."""
         return None
+
+    def look_at_peers(self, *, blames_peer: bool) -> None:
+        """A worker has failed, here or on another node, and these are about to be stopped: see where they are, if the
+        user wants that. Takes a second at most."""
+
+    def peers(self) -> tuple[Folded, ...]:
+        """Where these workers were when one of the run failed, as far as that was looked at."""
+        return ()
 
     def snapshot_order(self, order: SnapshotOrder) -> None:
         """The run wants the nodes to keep, to store or to let go a step of this round. The answers go to

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from holdfast.errors import HostError
-from holdfast.failures.records import Failure
+from holdfast.failures.records import Failure, Folded
 from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
@@ -20,7 +20,9 @@ from holdfast.rendezvous.membership.model import (
     CloseRequested,
     End,
     Ended,
+    GoingAway,
     Held,
+    NoticeRequest,
     Outcome,
     PlaceLost,
     SavedSteps,
@@ -28,6 +30,7 @@ from holdfast.rendezvous.membership.model import (
     SnapshotOrder,
     Stop,
 )
+from holdfast.rendezvous.membership.notice_records import alone
 from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 
 Item = TypeVar("Item")
@@ -52,7 +55,8 @@ class ExportRequested:
     then: Callable[[list[str]], None]
 
 
-AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed | SnapshotOrder | ExportRequested
+_FromRun = Sealed | Stop | PlaceLost | Ended | SnapshotOrder | GoingAway
+AgentPush = _FromRun | CloseRequested | NoticeRequest | JoinFailed | ExportRequested
 
 
 class Mailbox(Generic[Item]):
@@ -93,10 +97,11 @@ class Coordination(abc.ABC):
     yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
     `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
-    failure and before it joins again; and before each join `held`, the snapshots that this node has. `has_snapshots`:
-    its workers may save some. Then `snapshot_port` is where its transfer process serves them (0: nowhere). `unready`,
-    also set before each join: the node can have no place yet, because its checks run (empty) or one has failed (why).
-    """
+    failure and before it joins again; and before each join `held`, the snapshots that this node has, and `peers`, where
+    its workers were when one of the run failed. `has_snapshots`: its workers may save some. Then `snapshot_port` is
+    where its transfer process serves them (0: nowhere), with TLS if there are `tls_files`: the certificate, its key and
+    the authority. `unready`, also set before each join: the node can have no place yet, because its checks run (empty)
+    or one has failed (why)."""
 
     has_leases = False
     has_snapshots = False
@@ -106,8 +111,10 @@ class Coordination(abc.ABC):
         self.outcome: Outcome | None = None
         self.verdict: str | None = None
         self.advance: Advance | None = None
+        self.peers: tuple[Folded, ...] = ()
         self.held: tuple[Held, ...] = ()
         self.snapshot_port = 0
+        self.tls_files: tuple[str, str, str] | None = None
         self.unready: str | None = None
         self._mailbox: Mailbox[AgentPush] = Mailbox()
 
@@ -156,6 +163,10 @@ class Coordination(abc.ABC):
     def report_success(self, round: int, timeout_s: float) -> None:
         """This node's workers have all succeeded. `Ended` is pushed when those of all nodes have."""
 
+    def report_agreement(self, round: int) -> None:  # noqa: B027
+        """This node's workers have ended because of a notice, and are not done. `Stop` is pushed when those of all
+        nodes have ended. Only if `shares_notices`."""
+
     def report_steps(self, round: int, steps: SavedSteps) -> None:  # noqa: B027
         """What this node has saved in the round, after each change. With `Place.agrees_on_steps` the run answers with
         orders (`SnapshotOrder`) for the nodes to keep a step that is the same on all of them."""
@@ -186,6 +197,23 @@ class Coordination(abc.ABC):
     def request_close(self, reason: str) -> None:
         """The agent's loop gets `CloseRequested`, and then calls `close_run`."""
         self._mailbox.put(CloseRequested(reason))
+
+    def request_notice(self, request: NoticeRequest) -> None:
+        """The agent's loop gets it, and then calls `give_notice`."""
+        self._mailbox.put(request)
+
+    def give_notice(self, request: NoticeRequest) -> None:
+        """This node, or the whole run, goes away. `GoingAway` is pushed to all nodes that can be told."""
+        self._mailbox.put(alone(request, self.node_id))
+
+    @property
+    def shares_notices(self) -> bool:
+        """Whether a coordinator tells the other nodes of a notice."""
+        return False
+
+    def notice_key(self) -> bytes | None:
+        """With which a stranger proves that it may give notice; None if none can."""
+        return None
 
     def request_export(self, request: ExportRequested) -> None:
         """The agent's loop gets it."""

@@ -76,6 +76,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._error: Exception | None = None
         self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
         self._held_at, self._snapshot_fd = "", -1
+        if options.tls.cert:
+            cert, key, ca = (os.path.abspath(path) if path else "" for path in options.tls)
+            self.tls_files = (cert, key, ca)
         self._last_round = 0
         self._leaving_at: float | None = None
         self._lease_until: float | None = None
@@ -208,8 +211,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._listen_for_snapshots()
         said = (failure and protocol.clipped(failure), self.advance, self._held_free.number)
         had = (snapshots.limited(self.held), self.snapshot_port)
+        peers = tuple(map(protocol.clipped, self.peers))
         with self._lock:  # The first time this is in another thread than `tell_ready`.
-            is_posted = client.post(node.JoinRequested(self._held.number, *said, *had, _cut(self.unready)))
+            is_posted = client.post(node.JoinRequested(self._held.number, *said, *had, _cut(self.unready), peers))
         if not is_posted and self._error is not None:
             self._fail(self._error)
 
@@ -239,7 +243,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def listen_for_peer(self) -> tuple[int, str, int]:
         port = endpoints.HeldPort()
         try:
-            port.renew(self._held_at)
+            try:
+                port.renew(self._held_at)
+            except HostError:
+                if not self._options.local_addr:
+                    raise
+                port.renew("")  # As in `_ask`.
             return port.listen(), self._facts.address, port.number
         finally:
             port.release()
@@ -259,6 +268,20 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(protocol.Succeeded(round))
+
+    def report_agreement(self, round: int) -> None:
+        self._post(protocol.Succeeded(round, has_agreed=True))
+
+    def give_notice(self, request: model.NoticeRequest) -> None:
+        if self._client is None or not self._client.post(protocol.GiveNotice(request)):
+            super().give_notice(request)
+
+    @property
+    def shares_notices(self) -> bool:
+        return self._client is not None and self._client.shares_notices
+
+    def notice_key(self) -> bytes | None:
+        return keys.notice_key(self._options.token, self._run_id) if self._options.token is not None else None
 
     def report_steps(self, round: int, steps: model.SavedSteps) -> None:
         self._post(protocol.SnapshotReport(round, steps))
@@ -460,7 +483,8 @@ def create_handler_at(
 
 
 def _cut(reason: str | None) -> str | None:
-    return reason and escape.cut(reason, protocol.MAX_TEXT)
+    """What may be sent of it: the name of a command may have halves of characters."""
+    return reason and escape.cut(reason.encode("utf-8", "backslashreplace").decode(), protocol.MAX_TEXT)
 
 
 def digest_of(path: str) -> str:

@@ -81,9 +81,10 @@ class Seals:
             raise FrameError("sent a frame that was not made with this run's token")
 
 
-def seals_of(key: bytes, client_nonce: bytes, server_nonce: bytes) -> tuple[Seals, Seals]:
-    """Of the way to the server and of the way back."""
-    both = hashlib.blake2b(MAGIC + client_nonce + server_nonce, key=key, digest_size=64).digest()
+def seals_of(key: bytes, client_nonce: bytes, server_nonce: bytes, certificate: bytes = b"") -> tuple[Seals, Seals]:
+    """Of the way to the server and of the way back. With TLS they depend on the server's certificate as each side knows
+    it: a peer between the two, which has another one, cannot pass frames on."""
+    both = hashlib.blake2b(MAGIC + client_nonce + server_nonce + certificate, key=key, digest_size=64).digest()
     return Seals(both[:32]), Seals(both[32:])
 
 

@@ -33,21 +33,18 @@ import select
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Protocol
 
 from holdfast import escape
 from holdfast.snapshots import disk, frames
-from holdfast.snapshots.frames import FrameError, Pace, Part, Seals
+from holdfast.snapshots.frames import FrameError, Pace, Part
+from holdfast.snapshots.peer import CONNECT_LIMIT_S, Peer, TlsFiles, write_at
 
 STRANGER_LIMIT_S = 5.0
-FRAME_LIMIT_S = 30.0
 MOST_CONNECTIONS = 16
-_CONNECT_LIMIT_S = 10.0
-_PATIENCE_S = 60.0  # For a place among the connections of a busy peer.
 _ANSWER_LIMIT_S = 10.0  # Of the spawner.
 _LINES_AT_MOST = 20  # About peers that have proven nothing.
 _THREADS = {"fetch": 4, "send": 2, "write": 1, "read": 2}
@@ -79,102 +76,21 @@ class _Refused(Exception):  # noqa: N818
         self.is_held = why == "held"
 
 
-class _Peer:
-    """One connection to another transfer process. All calls block, with limits."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self.until: float | None = None  # For everything until then; else each frame has its limit.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._buffer = memoryview(bytearray(frames.FRAME_BYTES))
-        self._in = self._out = Seals(b"")
-        self._has_proven = False
-
-    def be_client(self, key: bytes) -> None:
-        nonce = os.urandom(frames.NONCE_BYTES)
-        self._sock.settimeout(_CONNECT_LIMIT_S)
-        self._sock.sendall(frames.MAGIC + nonce)
-        theirs = bytes(self._read(frames.NONCE_BYTES, time.monotonic() + _PATIENCE_S))
-        self._out, self._in = frames.seals_of(key, nonce, theirs)
-
-    def be_server(self, key: bytes) -> None:
-        limit = self._limit()
-        if self._read(len(frames.MAGIC), limit) != frames.MAGIC:
-            raise FrameError("is no transfer process")
-        theirs, nonce = bytes(self._read(frames.NONCE_BYTES, limit)), os.urandom(frames.NONCE_BYTES)
-        self._in, self._out = frames.seals_of(key, theirs, nonce)
-        self._sock.sendall(nonce)
-
-    def _limit(self) -> float:
-        return self.until if self.until is not None else time.monotonic() + FRAME_LIMIT_S
-
-    def _read(self, size: int, until: float) -> memoryview:
-        have = 0
-        while have < size:
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            self._sock.settimeout(left_s)
-            got = self._sock.recv_into(self._buffer[have:size])
-            if not got:
-                unproven = "" if self._has_proven else " before it had proven that it knows this run's token"
-                raise FrameError(f"closed the connection{unproven}")
-            have += got
-        return self._buffer[:size]
-
-    def receive(self, at_most: int = frames.FRAME_BYTES) -> memoryview:
-        """The body of the next frame, until the next call."""
-        limit = self._limit()
-        length, seal = frames.length_in(bytes(self._read(frames.HEADER.size, limit)))
-        if length > at_most:
-            raise FrameError(f"announced a frame of {length} bytes")
-        body = self._read(length, limit)
-        self._in.check(seal, body)
-        self._has_proven = True
-        return body
-
-    def send(self, body: bytes) -> None:
-        self._send(body[:1], body[1:])
-
-    def _send(self, kind: bytes, body: bytes | memoryview) -> None:
-        self._sock.settimeout(FRAME_LIMIT_S)
-        self._sock.sendall(self._out.header(kind, body), socket.MSG_MORE if len(body) else 0)
-        self._sock.sendall(body)
-
-    def send_data(self, fd: int, size: int, pace: Pace, lock: threading.Lock) -> None:
-        piece, checksum, offset = memoryview(bytearray(pace.piece_bytes)), 0, 0
-        while offset < size:
-            got = os.preadv(fd, [piece[: min(len(piece), size - offset)]], offset)
-            if not got:
-                raise FrameError("gets less than was announced, because the slot is too short")
-            with lock:
-                delay_s = pace.delay_s(got, time.monotonic())
-            if delay_s:
-                time.sleep(delay_s)
-            checksum = zlib.crc32(piece[:got], checksum)
-            self._send(frames.DATA, piece[:got])
-            offset += got
-        self.send(frames.end(checksum))
-
-    def receive_data(self, fd: int, size: int) -> None:
-        """Into the slot. FrameError unless exactly these bytes came, and are there when they are read again."""
-        offset = 0
-        while (body := self.receive())[:1] == frames.DATA:
-            if offset + len(body) - 1 > size:
-                raise FrameError(f"sent more than the {size} bytes that it announced")
-            _write_at(fd, body[1:], offset)
-            offset += len(body) - 1
-        if offset != size:
-            raise FrameError(f"sent {offset} bytes and had announced {size}")
-        if frames.checksum_in(bytes(body)) != _checksum_of(fd, size):
-            raise FrameError("sent data whose checksum is wrong")
-
-
 class Transfer:
-    """The process. `listener` is None for a node at which no peer may ask."""
+    """The process. `listener` is None for a node at which no peer may ask. `tls` are the certificate, its key and the
+    authority, if connections are to speak TLS."""
 
-    def __init__(self, line: Line, listener: socket.socket | None, key: bytes, bandwidth: int, directory: str) -> None:
+    def __init__(
+        self,
+        line: Line,
+        listener: socket.socket | None,
+        key: bytes,
+        bandwidth: int,
+        directory: str,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self._line, self._listener, self._key, self._directory = line, listener, key, directory
+        self._tls = tls
         self._pace, self._pace_lock = Pace(bandwidth), threading.Lock()
         self._posts: SimpleQueue[tuple[Message, tuple[int, ...]]] = SimpleQueue()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -332,7 +248,7 @@ class Transfer:
                     piece = os.pread(source, frames.FRAME_BYTES, offset)
                     if not piece:
                         raise ValueError("the file was cut short")
-                    _write_at(fd, memoryview(piece), offset)
+                    write_at(fd, memoryview(piece), offset)
                     offset += len(piece)
         finally:
             os.close(source)
@@ -347,20 +263,25 @@ class Transfer:
             os.close(fd)
 
     @contextmanager
-    def _connected(self, address: tuple[str, int]) -> Iterator[_Peer]:
+    def _connected(self, address: tuple[str, int]) -> Iterator[Peer]:
         try:
-            with socket.create_connection(address, _CONNECT_LIMIT_S) as sock:
-                peer = _Peer(sock)
-                peer.be_client(self._key)
-                yield peer
+            with socket.create_connection(address, CONNECT_LIMIT_S) as sock:
+                peer = Peer(sock)
+                if self._tls is not None:
+                    peer.speak_tls(self._tls, CONNECT_LIMIT_S, is_server=False)
+                with closing(peer):
+                    peer.be_client(self._key)
+                    yield peer
         except (OSError, FrameError) as error:
             raise FrameError(f"the node at {address[0]}:{address[1]} {_words_of_peer(error)}") from None
 
     def _serve(self, sock: socket.socket, name: str) -> None:
         """One connection that a peer has made, and one request."""
-        peer, part = _Peer(sock), None
+        peer, part = Peer(sock), None
         try:
             peer.until = time.monotonic() + STRANGER_LIMIT_S
+            if self._tls is not None:
+                peer.speak_tls(self._tls, STRANGER_LIMIT_S, is_server=True)
             peer.be_server(self._key)
             body = bytes(peer.receive(_REQUEST_BYTES))
             peer.until, part = None, frames.part_in(body)
@@ -373,6 +294,7 @@ class Transfer:
         except Exception as error:
             self._complain(name, part, f"met a failure: {_words(error)}")
         finally:
+            peer.close()
             self._end_connection(sock)
 
     def _wake(self) -> None:
@@ -387,7 +309,7 @@ class Transfer:
             more = " (further lines of this kind are left out)" if self._lines == _LINES_AT_MOST else ""
             self._post("line", f"snapshots: a connection from {name} was closed: it {words}{more}")
 
-    def _serve_get(self, peer: _Peer, part: Part) -> None:
+    def _serve_get(self, peer: Peer, part: Part) -> None:
         question = None
         try:
             try:
@@ -407,7 +329,7 @@ class Transfer:
             if question is not None:
                 self._post("dropped", question)
 
-    def _serve_put(self, peer: _Peer, part: Part) -> None:
+    def _serve_put(self, peer: Peer, part: Part) -> None:
         key = (part.snapshot, part.rank)
         with self._lock:
             is_second = key in self._incoming
@@ -449,19 +371,6 @@ def _note_complete(directory: str, step: int) -> None:
     disk.prune(directory)
 
 
-def _write_at(fd: int, view: memoryview, offset: int) -> None:
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def _checksum_of(fd: int, size: int) -> int:
-    piece, checksum, offset = memoryview(bytearray(frames.FRAME_BYTES)), 0, 0
-    while offset < size and (got := os.preadv(fd, [piece[: min(len(piece), size - offset)]], offset)):
-        checksum, offset = zlib.crc32(piece[:got], checksum), offset + got
-    return checksum
-
-
 def _words(error: Exception) -> str:
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return escape.one_line(text)
@@ -480,9 +389,11 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def serve(line: Line, listener_fd: int, key: bytes, bandwidth: int, directory: str) -> NoReturn:
+def serve(
+    line: Line, listener_fd: int, key: bytes, bandwidth: int, directory: str, tls: TlsFiles | None = None
+) -> NoReturn:
     """In the forked process."""
     os.nice(_NICENESS)
     listener = socket.socket(fileno=listener_fd) if listener_fd >= 0 else None
-    Transfer(line, listener, key, bandwidth, directory).run()
+    Transfer(line, listener, key, bandwidth, directory, tls).run()
     os._exit(0)

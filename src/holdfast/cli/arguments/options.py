@@ -11,16 +11,20 @@ from typing import Any
 from holdfast.cli.arguments.values import (
     address,
     checks,
+    count_above_0,
     duration_above_0_s,
     duration_s,
     exit_codes,
     host_and_port,
     module_names,
     names,
+    notice_time_s,
+    passed_signals,
     port,
     ranks,
     seconds_above_0,
     signal_names,
+    signal_or_off,
     signals_of_progress,
     size_bytes,
     streams,
@@ -84,6 +88,9 @@ class RunArguments(Options):
         "Tie each worker to the CPUs near its device: node, all of the device's NUMA node; socket, all of its socket; "
         "exclusive, a share of the node's cores that no other worker gets; core-complex, cores that share a cache. "
         "Without devices the workers are spread evenly over the NUMA nodes.")
+    cpus_per_worker = optional("--cpus-per-worker N", WORKERS, count_above_0, in_full=True, help=
+        "Tie each worker to N cores of its own, with all their hardware threads, near its device if it has one. "
+        "OMP_NUM_THREADS is N then, unless it is set. See docs/placement.md.")
 
     nnodes = value("--nnodes N|MIN:MAX", NODES, str, "1:1", is_common=True, help=
         "How many nodes take part: a number, or MIN:MAX for a run that may grow and shrink between the two.")
@@ -242,6 +249,18 @@ class RunArguments(Options):
         "run and checks again, 10 s later at first and up to 10 minutes later each time.")
     signals_to_handle = value("--signals-to-handle NAMES", FAILURES, signal_names, "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         help="The signals that stop the run in order: the workers get the same signal, and the grace period to exit.")
+    notice_signal = optional("--notice-signal NAME", FAILURES, signal_or_off, in_full=True, help=
+        "The signal that announces that this node goes away; off: none. All workers of the run are told, and the node "
+        "leaves in time. SIGUSR1 if left out, unless --signals-to-handle or --pass-signals has it. See docs/notice.md.")
+    notice_file = value("--notice-file PATH", FAILURES, str, "", in_full=True, help=
+        "A file whose appearance announces the same. It may be empty, or say when: {\"in_s\": 30}.")
+    notice_time = value("--notice-time TIME", FAILURES, notice_time_s, "2m", in_full=True, help=
+        "How long after that signal, or that file if it does not say, the node is taken away.")
+    notice_worker_signal = value("--notice-worker-signal NAME", FAILURES, signal_or_off, "", in_full=True, help=
+        "A signal for the workers when a node of the run is announced to go away, besides HOLDFAST_NOTICE_FILE. A "
+        "worker without a handler for it is not sent it.")
+    pass_signals = value("--pass-signals NAMES", FAILURES, passed_signals, "", in_full=True, help=
+        "Signals that are passed on to the workers of this node, and otherwise mean nothing: SIGUSR2,SIGCONT.")
     monitor_interval = value("--monitor-interval SECONDS", FAILURES, seconds_above_0, "0.1", help=
         "How often to poll plug-in agents and rendezvous handlers; everything else is watched by events.")
 
@@ -261,6 +280,11 @@ class RunArguments(Options):
     progress_every = optional("--progress-every TIME", HANGS, duration_s, help=
         "How often a line should match --progress-pattern, from the first match on; hung if none has for TIME, "
         "whatever else moves.")
+
+    peer_stacks = value("--peer-stacks WHEN", HANGS, str, "auto", choices=("auto", "on", "off"), in_full=True, help=
+        "Before the other workers are stopped because one has failed, see where they are, for a second at most: auto, "
+        "if the failure points at a peer (a time-out, a closed connection); on, after every failure; off. The report "
+        "says which rank stands out.")
 
     log_dir = optional("--log-dir DIRECTORY", LOGS, str, is_common=True, help=
         "Where to keep log and error files; made if missing. Left out, a temporary directory; /dev/null keeps none.")

@@ -34,6 +34,12 @@ def duration_above_0_s(text: str) -> float:
     return seconds
 
 
+def count_above_0(text: str) -> int:
+    if (number := count(text)) == 0:
+        raise ValueError(f"{text!r} is not a number above 0")
+    return number
+
+
 def seconds_above_0(text: str) -> float:
     try:
         seconds = float(text)
@@ -119,6 +125,28 @@ def signal_names(text: str) -> str:
     if not signals.parse_signals(text):
         raise ValueError("the list names no signal")
     return text
+
+
+def signal_or_off(text: str) -> str:
+    """`SIGUSR1`, or `off`. Checked, and left as it is."""
+    from holdfast import signals
+
+    signals.one_signal("", text)
+    return text
+
+
+def passed_signals(text: str) -> str:
+    from holdfast import signals
+
+    signals.parse_signals(text)
+    return text
+
+
+def notice_time_s(text: str) -> float:
+    seconds = duration_s(text)
+    if seconds > 86400:
+        raise ValueError(f"{text!r} is more than a day")
+    return seconds
 
 
 def signals_of_progress(text: str) -> frozenset[Signal]:

@@ -50,8 +50,8 @@ class Snapshots:
                                                      retained
     retain(retained)                                 the same without a step
     complete(step, retained)                         the same; all nodes have stored that step
-    peers(key, bandwidth, directory)                 slots can be moved from now on; with the socket at which other
-                                                     nodes ask for some, if they may
+    peers(key, bandwidth, directory, tls)            slots can be moved from now on; with the socket at which other
+                                                     nodes ask for some, if they may; `tls` are files, or None
     transfer(number, kind, snapshot, ...)            move slots
     last(numbers, directory, written)                write the newest snapshots that the local ranks have in common, if
                                                      they are not among those written: one for each number
@@ -88,11 +88,11 @@ class Snapshots:
                 self.act(self.ledger.keep_from(step))
             case ["retain", retained]:
                 self._retain(retained)
-            case ["peers", key, bandwidth, directory]:
+            case ["peers", key, bandwidth, directory, tls]:
                 from holdfast.process.spawner.transfers import Transfers
 
                 known = (fds[0] if fds else -1, self._poller, self._settle, self, self._tell)
-                self._transfers = self._transfers or Transfers((key, bandwidth, directory), *known)
+                self._transfers = self._transfers or Transfers((key, bandwidth, directory, tls), *known)
             case ["last", numbers, directory, written] if self._transfers is not None:
                 self._write_last(self._transfers, numbers, directory, written)
             case ["transfer", *transfer] if self._transfers is not None:

@@ -56,12 +56,12 @@ class _Batch:
 
 
 class Transfers:
-    """`settings` are the key, the bandwidth and the directory. `settle` is called in the forked process with the
-    descriptors to keep; `report` tells the agent."""
+    """`settings` are the key, the bandwidth, the directory and the files for TLS, if it is spoken. `settle` is called
+    in the forked process with the descriptors to keep; `report` tells the agent."""
 
     def __init__(
         self,
-        settings: tuple[bytes, int, str],
+        settings: tuple[bytes, int, str, tuple[str, str, str] | None],
         listener_fd: int,
         poller: select.poll,
         settle: Callable[[list[int]], None],
