@@ -28,7 +28,8 @@ def make_certificates(home: Path) -> Certificates:
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     for authority in ("ca", "other"):
         about = ("-subj", f"/CN={authority}", "-keyout", f"{authority}.key", "-out", f"{authority}.pem")
-        openssl("req", "-x509", *new_key, "-days", "2", *about, cwd=home)
+        usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 and later insist on it.
+        openssl("req", "-x509", *new_key, "-days", "2", *usage, *about, cwd=home)
     for name, authority in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
         openssl("req", *new_key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr", cwd=home)
         (home / f"{name}.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
