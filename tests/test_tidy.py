@@ -29,6 +29,7 @@ _BASE = {
     "progress_board",
     "signals",
     "stdio",
+    "stop_hooks",
     "text",
     "wire_types",
 }
@@ -52,6 +53,7 @@ LAYERS = {
     "loop": {"signals"},
     "signals": {"errors"},
     "stdio": {"escape", "text"},
+    "stop_hooks": {"progress_board"},
     "log": {"log_lines"},
     "option": {"frozen"},
     "log_lines": {"escape", "stdio"},
@@ -72,7 +74,7 @@ LAYERS = {
         )
     },
     # The package itself resolves names for its users, and the entry point starts the command line.
-    "__init__": {"lazy", "launcher", "process", "progress_board", "signals", "snapshots"},
+    "__init__": {"lazy", "launcher", "process", "progress_board", "signals", "snapshots", "stop_hooks"},
     "__main__": {"cli", "process", "signals"},
 }
 
@@ -81,7 +83,7 @@ _PURE = {
     "": "errors escape frozen option text wire_types",
     "agent": "environment lifecycle ranks",
     "checks": "gate plan",
-    "failures": "cause records report verdict",
+    "failures": "cause peers records report verdict",
     "hangs": "compare policy",
     "hosts": "agent_fleet engine_detection host_lines job kubernetes_manifest own_lines",
     "hosts/ssh": "command host_list messages",

@@ -279,6 +279,9 @@ class AgentLoop:
                     result = self._workers.examine()
                 if result is not None:
                     return lifecycle.WorkersFailed(round, self._failure(result))
+            case Stop(is_failure=True) if self._machine.phase is AgentPhase.RUNNING:
+                with in_hook():
+                    self._workers.look_at_peers(blames_peer=event.blames_peer)
         return event
 
     def _execute(self, command: lifecycle.Command) -> Sequence[lifecycle.Event]:
@@ -307,7 +310,7 @@ class AgentLoop:
         signals.inbox().raise_pending()  # One that came while the workers were being stopped.
         self._group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
         self._workers.prepare(self._run)
-        self._run.advance = self._workers.advance()
+        self._run.advance, self._run.peers = self._workers.advance(), self._workers.peers()
         snapshots = self._workers.snapshots
         self._listing = snapshots.begin_listing() if snapshots is not None else None
         if self._listing is None:
@@ -359,6 +362,9 @@ class AgentLoop:
         if is_hang and run.has_leases and self._hang_told_in != round and (self._group.group_world_size or 1) > 1:
             # Once these workers are gone, the workers of the other nodes get an error and hang no more.
             wait_readable([], _OTHERS_LOOK_S)
+        if not is_hang:  # The others know by now; these workers are stopped a second later at most.
+            with in_hook():
+                self._workers.look_at_peers(blames_peer=failure.blames_peer)
 
     # The end.
 

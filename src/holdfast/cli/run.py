@@ -381,6 +381,8 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         snapshot_memory=args.snapshot_memory,
         snapshot_dir=args.snapshot_dir,
         snapshot_bandwidth=args.snapshot_bandwidth,
+        peer_stacks=args.peer_stacks,
+        cpus_per_worker=args.cpus_per_worker or 0,
         checks=_check_plan(args),
     )
 
@@ -485,7 +487,8 @@ def _launch(args: RunArguments) -> None:
         log.error("%s; the other nodes will be told, and the run ends", refusal)
         config.refusal = refusal
     # Several workers that each start a thread for every CPU would be slower than one thread each.
-    if int(config.nproc_per_node) > 1 and "OMP_NUM_THREADS" not in os.environ:
+    is_bound = config.numa_options is not None or config.cpus_per_worker
+    if int(config.nproc_per_node) > 1 and "OMP_NUM_THREADS" not in os.environ and not is_bound:
         os.environ["OMP_NUM_THREADS"] = "1"
         log.debug("OMP_NUM_THREADS is not set; the workers get 1")
 

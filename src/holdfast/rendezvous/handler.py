@@ -211,8 +211,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._listen_for_snapshots()
         said = (failure and protocol.clipped(failure), self.advance, self._held_free.number)
         had = (snapshots.limited(self.held), self.snapshot_port)
+        peers = tuple(map(protocol.clipped, self.peers))
         with self._lock:  # The first time this is in another thread than `tell_ready`.
-            is_posted = client.post(node.JoinRequested(self._held.number, *said, *had, _cut(self.unready)))
+            is_posted = client.post(node.JoinRequested(self._held.number, *said, *had, _cut(self.unready), peers))
         if not is_posted and self._error is not None:
             self._fail(self._error)
 
