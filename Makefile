@@ -72,7 +72,7 @@ lowest pythons: $(VENV)/.dist
 	$(BIN)/python -m tests.dist $@
 
 # What a developer's environment has, to the version. CI installs from it.
-lock: $(VENV)/.test $(VENV)/.check $(VENV)/.dist
+lock: $(VENV)/.test $(VENV)/.check $(VENV)/.dist $(VENV)/.docs
 	$(BIN)/pip list --disable-pip-version-check --format=freeze --exclude-editable --exclude pip --exclude setuptools \
 		| sed 's/+cpu$$//' > requirements-dev.lock
 

@@ -24,6 +24,7 @@ _BASE = {
     "log",
     "log_lines",
     "loop",
+    "notice_board",
     "option",
     "procfs",
     "progress_board",
@@ -55,6 +56,7 @@ LAYERS = {
     "stdio": {"escape", "text"},
     "stop_hooks": {"progress_board"},
     "log": {"log_lines"},
+    "notice_board": {"frozen"},
     "option": {"frozen"},
     "log_lines": {"escape", "stdio"},
     **{
@@ -74,14 +76,14 @@ LAYERS = {
         )
     },
     # The package itself resolves names for its users, and the entry point starts the command line.
-    "__init__": {"lazy", "launcher", "process", "progress_board", "signals", "snapshots", "stop_hooks"},
+    "__init__": {"lazy", "launcher", "notice_board", "process", "progress_board", "signals", "snapshots", "stop_hooks"},
     "__main__": {"cli", "process", "signals"},
 }
 
 # Modules that decide and do nothing else: they import data modules and each other.
 _PURE = {
     "": "errors escape frozen option text wire_types",
-    "agent": "environment lifecycle ranks",
+    "agent": "environment lifecycle notice_plan ranks",
     "checks": "gate plan",
     "failures": "cause peers records report verdict",
     "hangs": "compare policy",
@@ -95,8 +97,8 @@ _PURE = {
     "rendezvous/client": "reachability",
     "rendezvous/coordinator": "kv_store limits",
     "rendezvous/etcd": "election",
-    "rendezvous/membership": "agreed_steps finished formation frames keys losses model node node_lease nodes phases "
-    "protocol restart_policy round run run_status snapshot_records snapshots",
+    "rendezvous/membership": "agreed_steps finished formation frames invariants keys losses model node node_lease "
+    "nodes notice_records notices phases protocol restart_policy round run run_status snapshot_records snapshots",
     "snapshots": "frames layout messages slots",
     "telemetry": "history redaction status stragglers",
 }

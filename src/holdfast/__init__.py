@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from holdfast.launcher import LaunchConfig as LaunchConfig
     from holdfast.launcher import elastic_launch as elastic_launch
     from holdfast.launcher import launch_agent as launch_agent
+    from holdfast.notice_board import notice as notice
     from holdfast.process.errors import ChildFailedError as ChildFailedError
     from holdfast.process.errors import record as record
     from holdfast.progress_board import progress as progress
@@ -26,6 +27,7 @@ __all__, __getattr__, __dir__ = lazy.exports(
     __name__,
     {
         "holdfast.launcher": "LaunchConfig elastic_launch launch_agent",
+        "holdfast.notice_board": "notice",
         "holdfast.process.errors": "ChildFailedError record",
         "holdfast.progress_board": "progress",
         "holdfast.signals": "SignalException",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import _signal as kernel  # type: ignore[import-not-found]  # `signal` without the enums, which take time too
 
-_MASK = kernel.pthread_sigmask(kernel.SIG_BLOCK, (kernel.SIGHUP, kernel.SIGINT, kernel.SIGQUIT, kernel.SIGTERM))
+_HELD_BACK = (kernel.SIGHUP, kernel.SIGINT, kernel.SIGQUIT, kernel.SIGTERM, kernel.SIGUSR1)
+_MASK = kernel.pthread_sigmask(kernel.SIG_BLOCK, _HELD_BACK)
 
 import atexit  # noqa: E402
 import os  # noqa: E402
@@ -19,13 +20,15 @@ from typing import NoReturn  # noqa: E402
 
 def main() -> int:
     _occupy_standard_streams()
+    is_run = sys.argv[1:2] in (["run"], ["adopted-run"])
     try:
         from holdfast import signals
 
-        signals.install_early()  # From here on no signal ends the agent without a message.
+        # From here on no signal ends the agent without a message.
+        signals.install_early(notes_notice=is_run)
     finally:
         kernel.pthread_sigmask(kernel.SIG_SETMASK, _MASK)
-    if sys.argv[1:2] in (["run"], ["adopted-run"]):
+    if is_run:
         from holdfast.process.spawner import client
 
         client.launch_early(_modules_to_preload())

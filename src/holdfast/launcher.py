@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from holdfast import log
-from holdfast.agent import publisher, sinks
+from holdfast.agent import notice, publisher, sinks
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec
 from holdfast.errors import UserError, mark_as_from_run
@@ -29,7 +29,7 @@ from holdfast.rendezvous import registry
 from holdfast.rendezvous.api import DefaultTimeout, RendezvousHandler, RendezvousParameters
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, SignalException, parse_signals
+from holdfast.signals import DEFAULT_SIGNALS, SIGNALS_VARIABLE, RunClosed, SignalException
 from holdfast.telemetry import metrics
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class LaunchConfig:
     `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent answers whether it is alive. `preload` names modules (a text with commas
     or a sequence) that are imported once, in a process from which the workers are then forked. `preload_only`: what the
     workers import besides is not learned. `checks` (`holdfast.checks.plan.CheckPlan`) run before the node asks for a
-    place. The other fields after it are those of `GroupSpec` and `WorkerSpec`.
+    place. The other fields after it are those of `GroupSpec` and `WorkerSpec`, and the options of `holdfast run` about
+    notices and passed signals.
     """
 
     min_nodes: int
@@ -104,6 +105,11 @@ class LaunchConfig:
     cpus_per_worker: int = 0
     refusal: str = ""
     checks: CheckPlan | None = None
+    notice_signal: str | None = None
+    notice_file: str = ""
+    notice_time_s: float = notice.DEFAULT_TIME_S
+    notice_worker_signal: str = ""
+    pass_signals: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.nproc_per_node, str):
@@ -224,7 +230,10 @@ def _make_specs(
     meeting = (config.rdzv_backend, config.rdzv_endpoint, run_id, config.min_nodes, config.max_nodes, config.local_addr)
     parameters = RendezvousParameters(*meeting, **config.rdzv_configs)
     master_addr, master_port = _get_addr_and_port(parameters)
-    parse_signals(config.signals_to_handle)
+    noticing = notice.settings_of(
+        config.notice_signal, config.notice_file, config.notice_time_s, config.notice_worker_signal,
+        config.pass_signals, config.signals_to_handle,
+    )  # fmt: skip
     if config.event_log_handler != "null":
         from holdfast.telemetry import events
 
@@ -252,6 +261,7 @@ def _make_specs(
         events_file=config.events_file,
         on_first_node=config.on_first_node,
         checks=config.checks,
+        notice=noticing,
     )
     assert config.logs_specs is not None
     group = GroupSpec(

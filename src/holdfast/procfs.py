@@ -84,6 +84,13 @@ def close_all_but(kept: list[int]) -> None:
             pass  # The one with which the directory was read.
 
 
+def is_deadly(pid: int, number: int) -> bool:
+    """Whether the process neither handles nor ignores the signal, as far as can be seen."""
+    lines = (_read(f"/proc/{pid}/status") or b"").splitlines()
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith((b"SigCgt:", b"SigIgn:"))]
+    return not any(mask >> (number - 1) & 1 for mask in masks)
+
+
 def kill(pid: int, number: int = 9) -> None:
     try:
         os.kill(pid, number)

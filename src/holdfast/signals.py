@@ -10,9 +10,10 @@ thread, so a signal that another thread gets, or that comes in the instant befor
 The command line opens the one inbox of the process first of all (`install_early`). A program that uses the Python API
 has it for the duration of a run. Outside the main thread Python cannot install handlers: signals keep their meaning.
 
-Two signals end nothing. SIGWINCH: the terminal has a new size. The inbox passes it on to `size_listeners`. SIGTSTP, as
+Some signals end nothing. SIGWINCH: the terminal has a new size. The inbox passes it on to `size_listeners`. SIGTSTP, as
 from Ctrl-Z: within `stopped_together` the workers stop with this process and go on with it. Both are handled where the
-loop clears its wake-ups, unless the program has a handler for them.
+loop clears its wake-ups. One signal gives notice that this node goes away (`take_notice`), and others are passed on to
+the workers (`take_passed`); `watch` says which. None of these is handled if the program has a handler for it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from holdfast.errors import UserError
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_MOST_TO_PASS = 64
 
 
 class SignalException(Exception):  # noqa: N818  (the name that users catch)
@@ -51,6 +53,27 @@ class RunClosed(SignalException):
 
     def __init__(self, msg: str, sigval: signal.Signals = signal.SIGTERM) -> None:
         super().__init__(msg, sigval)
+
+
+class NodeWentAway(SignalException):
+    """This node has left the run, as a notice had announced. The run may go on without it."""
+
+    def __init__(self, msg: str, sigval: signal.Signals = signal.SIGTERM) -> None:
+        super().__init__(msg, sigval)
+
+
+class RunWentAway(RunClosed):
+    """The run has ended, because nodes went away as a notice had announced, without which it cannot go on."""
+
+
+def one_signal(option: str, name: str) -> signal.Signals | None:
+    """A signal by its name; None for `off` and for nothing."""
+    if name.strip().lower() in ("", "off"):
+        return None
+    numbers = parse_signals(name)
+    if len(numbers) != 1:
+        raise UserError(f"{option} {name}: give one signal, or off")
+    return next(iter(numbers))
 
 
 def parse_signals(text: str) -> frozenset[signal.Signals]:
@@ -85,6 +108,10 @@ class Inbox:
         self.size_listeners: list[Callable[[], None]] = []
         self._stop_with: Callable[[signal.Signals], None] | None = None
         self.is_for_all_nodes = False  # Every node of the run is sent the same signals.
+        self._notice: signal.Signals | None = None
+        self._passed: frozenset[signal.Signals] = frozenset()
+        self._has_notice = False
+        self._to_pass: deque[signal.Signals] = deque(maxlen=_MOST_TO_PASS)
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -95,7 +122,8 @@ class Inbox:
         """Note exactly these signals from now on. All others get their former handlers back."""
         self._ending = frozenset(signals)
         wanted = self._ending
-        others = [signal.SIGWINCH] + ([signal.SIGTSTP] if self._stop_with is not None else [])
+        others = [signal.SIGWINCH, *self._passed] + ([signal.SIGTSTP] if self._stop_with is not None else [])
+        others += [self._notice] if self._notice is not None else []
         wanted |= {n for n in others if wanted and signal.getsignal(n) in (signal.SIG_DFL, self._note)}
         for number in [n for n in self._previous if n not in wanted]:
             signal.signal(number, self._previous.pop(number))
@@ -108,6 +136,9 @@ class Inbox:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in self._ending:
+            if number in self._passed:
+                self._to_pass.append(signal.Signals(number))
+            self._has_notice |= number == self._notice
             return
         self._pending.append(signal.Signals(number))
         self._interrupts += number == signal.SIGINT
@@ -155,6 +186,25 @@ class Inbox:
             self._stop_with = None
             self.handle(self._ending)
 
+    def watch(self, notice: signal.Signals | None, passed: frozenset[signal.Signals]) -> None:
+        """From now on this signal gives notice, and those are passed on to the workers. One that came is kept."""
+        self._has_notice &= notice == self._notice
+        self._notice, self._passed = notice, passed
+        if self._holders and in_main_thread():
+            self.handle(self._ending)
+
+    def take_notice(self) -> signal.Signals | None:
+        """The signal that gave notice since the last call, however often."""
+        has_notice, self._has_notice = self._has_notice, False
+        return self._notice if has_notice else None
+
+    def take_passed(self) -> list[signal.Signals]:
+        """Those that came since the last call, oldest first."""
+        taken = []
+        while self._to_pass:
+            taken.append(self._to_pass.popleft())
+        return taken
+
     def raise_pending(self) -> None:
         """The safe point: raise for a signal that came, in the main thread only."""
         number = self.take() if in_main_thread() else None
@@ -185,7 +235,8 @@ class Inbox:
             signal.set_wakeup_fd(self._program_fd)
             unseen = [] if self._has_surfaced else list(self._pending)
             self._pending.clear()
-            self._has_surfaced = False
+            self._to_pass.clear()
+            self._has_surfaced = self._has_notice = False
             self._interrupts = 0
             for number in unseen:
                 signal.raise_signal(number)
@@ -217,8 +268,9 @@ def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def install_early() -> None:
-    """Hold the inbox for the rest of the process's life."""
+def install_early(*, notes_notice: bool = False) -> None:
+    """Hold the inbox for the rest of the process's life. `notes_notice`: the usual signal of a notice may come."""
+    inbox().watch(signal.SIGUSR1 if notes_notice else None, frozenset())
     inbox().acquire(parse_signals(DEFAULT_SIGNALS))
 
 

@@ -37,6 +37,11 @@ with open(box, "w") as mailbox:
     mailbox.write(f"{rank} {os.uname().nodename} {restarts} {os.getpid()} {os.environ['TORCHELASTIC_RUN_ID']}\\n")
 if what == "wait" or (what == "wait once" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"):
     time.sleep(600)
+if what == "save once" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    while not os.path.exists(os.environ["HOLDFAST_NOTICE_FILE"]):
+        time.sleep(0.05)
+    os.write(1, f"saved {rank}\\n".encode())
+    sys.exit(95)
 if what == "fail":
     sys.exit(f"rank {rank} of {os.environ['WORLD_SIZE']} has had enough")
 os.write(1, f"done {rank}\\n".encode())  # In one piece: srun and mpirun mix the pieces of several nodes.
@@ -366,7 +371,7 @@ def test_the_rendered_script_is_what_runs(slurm: Slurm) -> None:
 @promise("""engines.example-goes-queue-time: The example goes on in the queue when its time is over, and not after a
     failure or a cancel. A requeued job is a new run.""")
 def test_the_example_goes_on_in_the_queue_when_its_time_is_over(slurm: Slurm) -> None:
-    words = ("sbatch", "--parsable", "--output=out", str(EXAMPLE), *slurm.job("wait once"))
+    words = ("sbatch", "--parsable", "--output=out", str(EXAMPLE), *slurm.job("save once"))
     job_id = slurm.start(*words)
     job_id.process.wait(60)
     [job] = job_id.so_far().lines
@@ -375,9 +380,18 @@ def test_the_example_goes_on_in_the_queue_when_its_time_is_over(slurm: Slurm) ->
     slurm.workers(deadline_s=90)
     slurm.cluster.await_state(job, "COMPLETED")
     out = (slurm.holdfast.directory / "out").read_text()
-    assert out.count("stopped by SIGTERM") == 2
-    assert out.count("done") == 2
+    assert (out.count("saved"), out.count("done")) == (2, 2)
+    assert out.count("after a notice: the whole run goes away: time limit") == 2
     assert list(slurm.holdfast.directory.glob(".holdfast-*")) == []
+
+
+@promise("""engines.slurm-notice: With `--notice 120` all workers of a submitted job are told two minutes before the
+    time limit that the run goes away; the job then ends with exit code 95.""")
+def test_a_submitted_job_hears_of_its_time_limit(slurm: Slurm) -> None:
+    submitted = slurm.submit("save once", "--notice=600", "--time=10")  # Slurm looks about once a minute, at first now.
+    submitted.process.wait(150)
+    ended = submitted.wait()
+    assert (ended.code, ended.out.count("saved")) == (95, 2), str(ended)
 
 
 @proves("engines.example-goes-queue-time")

@@ -17,6 +17,7 @@ from typing import Any, Protocol, assert_never
 
 from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import Lifecycle
+from holdfast.agent.notice_plan import NoticePlan
 from holdfast.failures.records import Failure
 from holdfast.rendezvous.membership import model, node, node_lease, protocol
 from holdfast.rendezvous.membership.model import NodeFacts, Outcome, Place, Settings
@@ -65,6 +66,7 @@ class Agent:
         self._needs_address = False
         self.participant = Participant(facts, settings, NodeLease(lease))
         self.machine = Lifecycle(3600.0)
+        self.plan = NoticePlan(host.grace_s)
         self.place: Place | None = None
         self.group: Group | None = None
         self.outcome: Outcome | None = None
@@ -218,10 +220,18 @@ class Agent:
             case model.KeepFrom() | model.Agreed() | model.Complete():
                 self._orders.append(command)
                 self._wake_loop()
+            case model.GoingAway():
+                self._hear_notice(command)
             case model.StandBy() | model.Progress() | model.Notice():
                 pass
             case _:
                 assert_never(command)
+
+    def _hear_notice(self, going: model.GoingAway) -> None:
+        is_news, announcements = self.plan.hear(going, self.host.local_now), self.host.society.announcements
+        if is_news and self.plan.is_standing and self.group is not None and announcements is not None:
+            announcements.heard(self.group)
+        self._wake_loop()
 
     # The loop.
 
@@ -262,8 +272,11 @@ class Agent:
             if event is None:
                 break
             self._decide(event)
+        if self.is_alive and not self.is_leaving and self.plan.must_leave(self.machine.phase, self.host.local_now):
+            self.leave("goes away, as was announced")
         if self.is_alive:
-            self._loop_alarm.set(self.machine.next_deadline())
+            deadlines = (self.machine.next_deadline(), None if self.is_leaving else self.plan.stop_at)
+            self._loop_alarm.set(min((each for each in deadlines if each is not None), default=None))
 
     def _pass_on(self, order: model.SnapshotOrder) -> None:
         group, saving = self.group, self.host.society.saving
@@ -277,12 +290,16 @@ class Agent:
         if self._pending:
             return self._pending.popleft()
         if self.machine.phase is lifecycle.AgentPhase.RUNNING and group is not None and not group.is_alive:
-            kind = lifecycle.WorkersSucceeded if group.has_succeeded else lifecycle.WorkersFailed
-            return kind(group.round)
+            if group.has_succeeded:
+                return lifecycle.WorkersSucceeded(group.round, group.has_agreed)
+            return lifecycle.WorkersFailed(group.round)
         return self._mailbox.popleft() if self._mailbox else None
 
     def _loop_ring(self) -> None:
-        self._post(lifecycle.PeersTimedOut(self.machine.round))
+        deadline = self.machine.next_deadline()
+        if deadline is not None and self.host.local_now >= deadline:
+            self._post(lifecycle.PeersTimedOut(self.machine.round))
+        self._wake_loop()
 
     def _decide(self, event: lifecycle.Event) -> None:
         before = self.machine.phase
@@ -321,8 +338,8 @@ class Agent:
                 if self.participant.standing is node.Standing.MEMBER:
                     self.checks.failure_reported(self.participant.facts.key, round)
                 self.tell(protocol.Failed(round, self._named(self.group.failure)))
-            case lifecycle.ReportSuccess(round):
-                self.tell(protocol.Succeeded(round))
+            case lifecycle.ReportSuccess(round, has_agreed):
+                self.tell(protocol.Succeeded(round, has_agreed))
             case lifecycle.EndRun():
                 self.exit()
             case _:
@@ -385,11 +402,11 @@ class Agent:
 
     # The end.
 
-    def leave(self) -> None:
-        """SIGTERM: this node goes away, the run goes on."""
+    def leave(self, why: str = "gets SIGTERM") -> None:
+        """SIGTERM, or a notice: this node goes away, the run goes on."""
         if self.is_leaving:
             return
-        self.engine.note(self.name, "gets SIGTERM")
+        self.engine.note(self.name, why)
         self.is_leaving = True
         self.tell(protocol.Leaving())
         if self.group is not None and self.group.is_alive:

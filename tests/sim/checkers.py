@@ -231,7 +231,7 @@ class _Ledger(Checker):
         """Members that the coordinator has heard of, in time if it was restarted."""
         self.closed_at: dict[str, float] = {}
         self.failures: list[Failure] = []
-        self.is_failure_known = False
+        self.is_failure_known = self.has_agreed = False
         self.was_stopped_otherwise = False
         """By an earlier coordinator, for another reason than a failure."""
         self.was_stopped_for_failure: bool | None = None
@@ -261,6 +261,8 @@ class _Ledger(Checker):
             self._left_since_seal.add(key)
         if world is None:
             return
+        if isinstance(message, (protocol.Succeeded, protocol.Return)):
+            self.has_agreed |= message.has_agreed
         if isinstance(message, (protocol.Join, protocol.Return)) and self._is_in_time():
             self.back.add(key)
         match message:
@@ -358,6 +360,8 @@ class FailuresAreCharged(_Ledger):
         members = set(self.world.keys if self.world else ())
         if not self.was_stopped_for_failure or self.was_stopped_otherwise or self.missing() or self.was_away & members:
             return False
+        if self.has_agreed:
+            return False
         if not self.failures or not members <= self.back:
             return False
         return not any(failure.exitcode in self.settings.policy.uncounted_exit_codes for failure in self.failures)
@@ -410,7 +414,7 @@ class SuccessIsUnanimous(_Ledger):
         self._succeeded[world.round].clear()
 
     def workers_gone(self, group: Group) -> None:
-        if group.has_succeeded:
+        if group.has_succeeded and not group.has_agreed:
             self._succeeded[group.round].add(group.rank)
 
     def remembered(self, memory: Memory) -> None:
@@ -490,6 +494,7 @@ class LossesAreBounded(_Ledger):
         super().set_up()
         self._losses = self._rounds = self._best_step = 0
         self._is_whole = False
+        self._announced: set[str] = set()
 
     def data_lost(self) -> None:
         self._losses = 0
@@ -500,13 +505,15 @@ class LossesAreBounded(_Ledger):
 
     def message_received(self, key: str, message: protocol.FromNode) -> None:
         super().message_received(key, message)
+        if isinstance(message, protocol.GiveNotice):
+            self._announced.add(key)
         step = message.advance.step if isinstance(message, protocol.Join) and message.advance is not None else None
         if step is not None and step > self._best_step:
             self._best_step, self._losses = step, 0
 
     def world_sealed(self, world: World) -> None:
         policy = self.settings.policy
-        spoke = self.rejoined | self.finished | self.leaving
+        spoke = self.rejoined | self.finished | self.leaving | self._announced
         if self._is_whole and self.world is not None and any(key not in spoke for key in self.world.keys):
             self._losses += 1
         if self._losses > policy.loss_limit and policy.loss_window_s >= 3600.0:
@@ -588,6 +595,27 @@ class OneOutcome(Checker):
     def outcome_learned(self, agent: Agent, outcome: Outcome) -> None:
         if outcome.in_brief() != self._outcome:
             self.object(f"{agent.name} was told {outcome}, decided was {self._outcome}")
+
+
+class NoticesEndRuns(Checker):
+    """A run ends because of a notice only if one was given, and those that stay are too few for a round."""
+
+    def set_up(self) -> None:
+        self._announced: set[str] = set()
+        self._members: set[str] = set()
+
+    def message_received(self, key: str, message: protocol.FromNode) -> None:
+        if isinstance(message, protocol.GiveNotice) and message.request.left_s is not None:
+            self._announced.add("" if message.request.is_whole_run else key.rpartition("/")[0])
+
+    def world_sealed(self, world: World) -> None:
+        self._members = {member.node_id for member in world.members.values()}
+
+    def remembered(self, memory: Memory) -> None:
+        if memory.outcome is None or not memory.outcome.is_notice or "" in self._announced:
+            return
+        if not self._announced & self._members:
+            self.object(f"no node of the last round was announced to go: {memory.outcome.reason}")
 
 
 class EndedRunStaysEnded(Checker):
@@ -895,8 +923,8 @@ RULES: tuple[type[Checker], ...] = (
     RanksAgree, RoundsRise, SizeWithinBounds, OneRoundPerNode, OneWorldAtOnce, SurvivorsKeepOrder, MembershipIsFree,
     FailuresAreCharged, NoFailureIsForgotten, RootCause, SuccessIsUnanimous, RestartsWithinBudget, LossesAreBounded,
     AdmittedTogether, OneStepForAll, AgreedMeansKept, LastCompleteSurvives, OneOutcome, EndedRunStaysEnded,
-    NobodyLostWithoutReason, OnlyMisfitsAreRefused, StoppingIsBounded, WritesAreInTurn, OneInOffice, OnlyInOffice,
-    TellingsAreBacked,
+    NoticesEndRuns, NobodyLostWithoutReason, OnlyMisfitsAreRefused, StoppingIsBounded, WritesAreInTurn, OneInOffice,
+    OnlyInOffice, TellingsAreBacked,
 )  # fmt: skip
 
 

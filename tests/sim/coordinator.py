@@ -192,7 +192,7 @@ class Coordinator:
                 return protocol.From(key, message)
             case Closed(_, by_peer) if key is not None:
                 return protocol.ConnectionClosed(key, by_peer)
-            case model.CloseRequested() | protocol.TimePassed():
+            case model.CloseRequested() | protocol.NoticeRequested() | protocol.TimePassed():
                 return event
         return None
 

@@ -21,6 +21,7 @@ from tests.sim.slots import Slots
 if TYPE_CHECKING:
     from tests.sim.agent import Agent
     from tests.sim.coordinator import Coordinator
+    from tests.sim.notices import Announcements
     from tests.sim.snapshots import Saving
 
 AGENT_DEATH_TO_WORKERS_DEATH_S = 0.2
@@ -58,7 +59,7 @@ class Group:
         self.plan = plan
         self.is_alive = True
         self.is_stopping = False
-        self.has_succeeded = False
+        self.has_succeeded = self.has_agreed = False
         self.failure: Failure | None = None
 
     def __repr__(self) -> str:
@@ -78,6 +79,8 @@ class Society:
         """From now on nobody fails of itself or hangs."""
         self.saving: Saving | None = None
         """Without it no worker saves anything."""
+        self.announcements: Announcements | None = None
+        """Without it no worker ends because of a notice."""
 
     def born(self, group: Group) -> None:
         self.alive.append(group)

@@ -23,10 +23,11 @@ from holdfast.rendezvous.membership import round as rounds
 from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
 from holdfast.rendezvous.membership.formation import Formation
 from holdfast.rendezvous.membership.losses import Losses
-from holdfast.rendezvous.membership.model import Memory, NodeFacts, Resigned, Sealed, Stage, World
+from holdfast.rendezvous.membership.model import End, Memory, NodeFacts, Outcome, Resigned, Sealed, Stage, World
 from holdfast.rendezvous.membership.node import Participant
 from holdfast.rendezvous.membership.node_lease import NodeLease
 from holdfast.rendezvous.membership.nodes import NodeTable
+from holdfast.rendezvous.membership.notices import Notices
 from holdfast.rendezvous.membership.phases import Membership
 from holdfast.rendezvous.membership.protocol import Remember
 from holdfast.rendezvous.membership.restart_policy import Budget, Restart
@@ -138,7 +139,7 @@ def _without_restarts(original: Any) -> Any:
         original(self, now, replace(memory, restarts_used=0) if memory else None, **named)
         learn = self._learn_the_past
 
-        def forget(last: Any, heard_round: int, now: float, heard_restarts: int = 0) -> Any:
+        def forget(last: Any, heard_round: int, now: float, restarts: int = 0) -> Any:
             return learn(replace(last, restarts_used=0) if last else None, heard_round, now)
 
         self._learn_the_past = forget  # type: ignore[method-assign]
@@ -525,5 +526,10 @@ MUTATIONS = [
     Mutation("each newcomer begins the delay anew", Round, "is_time_to_admit", _from_the_last,
         scenario="newcomers_are_let_in_together"),
     Mutation("silent nodes are never lost", Membership, "_lease_ends", _always(math.inf), "settles"),
+    # Notices.
+    Mutation("workers that have saved their state are done", Membership, "_finish", lambda original: lambda self, node,
+        has_agreed: original(self, node, False), "success_is_unanimous"),
+    Mutation("a run ends as after a notice", Notices, "outcome", _always(Outcome(End.CLOSED, "", is_notice=True)),
+        "notices_end_runs"),
 ]
 # fmt: on

@@ -46,9 +46,9 @@ STOP = Stop(1, "it crashed", is_failure=True)
 SUCCEEDED = Outcome(End.SUCCEEDED, "all workers have succeeded")
 
 
-def group(node: NodeFacts, round: int, rank: int, *, has_succeeded: bool = False) -> Any:
-    host = SimpleNamespace(name=node.node_id)
-    return SimpleNamespace(host=host, node=node.node_id, round=round, rank=rank, has_succeeded=has_succeeded)
+def group(node: NodeFacts, round: int, rank: int, *, has_succeeded: bool = False, has_agreed: bool = False) -> Any:
+    host, ended = SimpleNamespace(name=node.node_id), {"has_succeeded": has_succeeded, "has_agreed": has_agreed}
+    return SimpleNamespace(host=host, node=node.node_id, round=round, rank=rank, **ended)
 
 
 def join(node: NodeFacts, failure: Failure | None = None) -> Any:
@@ -201,6 +201,7 @@ STORIES: list[tuple[str, list[Callable[[Checks], None]]]] = [
         did("snapshot_ordered", Complete(1, SNAPSHOT.order)),
     ]),
     ("one_outcome", [wrote(1, 0, Outcome(End.CLOSED, "")), wrote(1, 0, Outcome(End.CLOSED, "again"))]),
+    ("notices_end_runs", [sealed(1, A, B), wrote(1, 0, Outcome(End.CLOSED, "", is_notice=True))]),
     ("one_outcome", [did("outcome_learned", SimpleNamespace(name="a"), SUCCEEDED)]),
     ("ended_run_stays_ended", [wrote(1, 0, Outcome(End.CLOSED, "")), sealed(2, A, B)]),
     ("ended_run_stays_ended", [

@@ -33,6 +33,7 @@ from tests.sim.faults import (
 )
 from tests.sim.host import Host, Society
 from tests.sim.network import Address, Network
+from tests.sim.notices import Announcements
 from tests.sim.snapshots import Saving
 
 
@@ -57,6 +58,7 @@ class FakeWorld:
         self.network = Network(self.engine, self.profile.max_delay_s)
         self.society = Society(self.engine, self.checks)
         self.society.saving = self.saving = Saving(self.engine, self.checks, chance)
+        self.society.announcements = Announcements(self, Random(f"notices of {seed}"))
         self.workload = Workload(random, self.profile)
         self.misfortune = self._make_misfortune()
         self.hosts: list[Host] = []
@@ -204,6 +206,8 @@ class FakeWorld:
     def run(self) -> None:
         self._set_out()
         self.misfortune.begin()
+        if self.society.announcements is not None:
+            self.society.announcements.begin(self.profile.faults_for_s)
         self.engine.run_until(self.profile.faults_for_s)
         self._heal_everything()
         self._demand("settles", self._is_settled)

@@ -92,8 +92,9 @@ def test_its_times() -> None:
 )
 def test_too_few(names: str, who: str) -> None:
     words = f"only {len(names)} of at least 20 nodes joined within 1.5 s {who}"
-    assert too_few([*names], [], 20, 1.5) == words
-    assert too_few([*names], [f"{name} stands by" for name in "stuvwxyzA"], 20, 1.5) == (
+    limits = Settings(20, 20, join_timeout_s=1.5)
+    assert too_few([*names], [], limits) == words
+    assert too_few([*names], [f"{name} stands by" for name in "stuvwxyzA"], limits) == (
         words + "".join(f"; {name} stands by" for name in "stuvwxyz")
     )
 

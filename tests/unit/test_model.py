@@ -55,6 +55,7 @@ def test_spec_fields_keep_their_positions_and_defaults() -> None:
         ("events_file", ""),
         ("on_first_node", None),
         ("checks", None),
+        ("notice", None),
     ]
 
 

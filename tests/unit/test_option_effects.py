@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import pytest
 
 from holdfast.agent.local import LocalElasticAgent
 from holdfast.agent.model import RunResult, WorkerSpec, WorkerState
+from holdfast.agent.notice import NoticeSettings
 from holdfast.checks.plan import Check, CheckPlan
 from holdfast.cli import run as cli
 from holdfast.cli import run_by_ssh
@@ -53,6 +55,12 @@ def policy(agent: LocalElasticAgent) -> RestartPolicy:
 
 def hangs(agent: LocalElasticAgent) -> HangPolicy | None:
     return spec(agent).hang_policy
+
+
+def noticing(agent: LocalElasticAgent) -> NoticeSettings:
+    found = spec(agent).notice
+    assert found is not None
+    return found
 
 
 def beside(agent: LocalElasticAgent) -> dict[str, Any]:
@@ -156,6 +164,11 @@ EFFECTS = {
     "grace_period": Effect("7m", lambda a: a._shutdown_timeout, 420),
     "shutdown_timeout": Effect("7", lambda a: a._shutdown_timeout, 7),
     "signals_to_handle": Effect("SIGUSR1", lambda a: os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"], "SIGUSR1"),
+    "notice_signal": Effect("SIGUSR2", lambda a: noticing(a).notice_signal, Signals.SIGUSR2),
+    "notice_file": Effect("gone", lambda a: noticing(a).file, "gone"),
+    "notice_time": Effect("7m", lambda a: noticing(a).time_s, 420.0),
+    "notice_worker_signal": Effect("SIGUSR2", lambda a: noticing(a).worker_signal, Signals.SIGUSR2),
+    "pass_signals": Effect("SIGUSR2", lambda a: noticing(a).passed, {Signals.SIGUSR2}),
     "monitor_interval": Effect("7", lambda a: spec(a).monitor_interval, 7.0),
     "hang_timeout": Effect("7m", hangs, HangPolicy(hang_timeout_s=420.0)),
     "start_timeout": Effect("7m", hangs, HangPolicy(start_timeout_s=420.0)),

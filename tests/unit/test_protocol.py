@@ -69,6 +69,7 @@ FROM_NODES: list[Any] = [
     protocol.Leaving(),
     protocol.Left(),
     protocol.Close("by the user"),
+    protocol.GiveNotice(model.NoticeRequest(120.0, "SIGUSR1", True)),
     protocol.Query(3, b'{"command": "status"}', "node-b"),
     protocol.Answer(4, b'{"result": {}}'),
 ]
@@ -90,6 +91,7 @@ FROM_COORDINATORS: list[Any] = [
     model.Ended(Outcome(End.FAILED, "no restarts are left", FAILURE)),
     model.Progress(6, 8, 10, 540.5),
     model.Notice("standing by"),
+    model.GoingAway(120.0, 110.0, False, ("node-a",), 1, "SIGUSR1"),
     model.Resigned(),
 ]
 DECODERS = {HANDSHAKE: FROM_STRANGERS, UPWARD: FROM_NODES, DOWNWARD: FROM_COORDINATORS}

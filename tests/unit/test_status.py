@@ -73,6 +73,7 @@ def test_the_json_form() -> None:
         "output": {},
         "snapshots": None,
         "checks": [],
+        "notice": None,
     }
 
 

@@ -16,6 +16,7 @@ from holdfast import signals
 from holdfast.agent import causes
 from holdfast.agent.loop import AgentLoop
 from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from holdfast.agent.notice import NodeNotice
 from holdfast.agent.publisher import Publisher
 from holdfast.agent.sinks import LogLines, Records, Sink
 from holdfast.agent.workers import Workers
@@ -140,8 +141,11 @@ class SimpleElasticAgent(ElasticAgent):
             from holdfast.agent.journal import Journal
 
             told.append(Journal(group, processes))
+        notice = NodeNotice(spec.notice, processes, run, self._shutdown_timeout, told)
+        publisher.notice_status = notice.status
         checks = self._checks(run, publisher, told)
-        loop = AgentLoop(group, workers, run, self._exit_barrier_timeout, self._shutdown_timeout, told, checks)
+        limits_s = (self._exit_barrier_timeout, self._shutdown_timeout)
+        loop = AgentLoop(group, workers, run, *limits_s, told, checks, notice)
         run.watch_loop(self._busy_time.stuck_for_s)
         run.answer_with(publisher.answer)
         with self._busy_time.measured_here(), publisher.served(self._health_check_server), signals.deferred():

@@ -28,6 +28,7 @@ def worker_environments(
     use_agent_store: bool = False,
     free_port: int = 0,
     timer_path: str | None = None,
+    notice_path: str = "",
 ) -> dict[int, dict[str, str]]:
     """The environment delta of each worker of the group, by local rank. `timer_path` is None if there is no file timer
     to reach."""
@@ -51,6 +52,8 @@ def worker_environments(
     }
     if free_port:
         common["HOLDFAST_FREE_PORT"] = str(free_port)
+    if notice_path:
+        common["HOLDFAST_NOTICE_FILE"] = notice_path
     if timer_path:
         common[TORCHELASTIC_TIMER_FILE] = timer_path
     # Workers would inherit these anyway; they are repeated for agents that start workers elsewhere.

@@ -15,7 +15,8 @@ from holdfast.agent import lifecycle
 from holdfast.agent.lifecycle import Step
 from holdfast.agent.sinks import RunEnd, Sink
 from holdfast.failures.records import HANG
-from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
+from holdfast.frozen import fields_of
+from holdfast.rendezvous.membership.model import Ended, GoingAway, PlaceLost, Sealed, Stop
 from holdfast.telemetry.events_file import EventsFile
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ class Journal(Sink):
     def refused(self, error: BaseException) -> None:
         self._write("refused", {"reason": str(error)})
 
+    def notice(self, going: GoingAway) -> None:
+        self._write("notice", fields_of(going))
+
     def checked(self, results: tuple[CheckResult, ...], delay_s: float | None) -> None:
         for each in results:
             fields = {"check": each.name, "state": each.state, "text": each.text, "seconds": each.seconds}
@@ -86,9 +90,9 @@ class Journal(Sink):
                 shown = [{"rank": each.global_rank, "local_rank": each.local_rank, "pid": each.id} for each in workers]
                 self._calls = {}
                 yield "started", {"workers": shown, "logs": context.logs_dir or None if context is not None else None}
-            case lifecycle.WorkersSucceeded():
+            case lifecycle.WorkersSucceeded(_, has_agreed):
                 yield from self._progress()
-                yield "finished", {}
+                yield "saved" if has_agreed else "finished", {}
             case Stop(_, reason) | PlaceLost(_, reason):
                 self._reason = reason
             case Ended(outcome):

@@ -9,7 +9,8 @@ node the agent makes them itself. What the machine decides:
 * Workers that failed are reported and stopped at once; then the node asks for a place in the next round.
 * A place that is lost leaves no time for grace: the workers are killed.
 * A process that cannot be killed ends the run on this node: its successor could not own what it holds.
-* Workers that all succeeded wait for the other nodes, at most `peers_timeout_s`.
+* Workers that all succeeded wait for the other nodes, at most `peers_timeout_s`. If they have ended because of a notice
+  the run is not done: the next round follows, or the run ends as closed.
 
 Every event but the first and the last carries the round it speaks of. An event of a round that is over is dropped
 (`is_stale`); there is no other such rule. An event that cannot happen in the phase raises `InvalidTransition` with the
@@ -56,7 +57,10 @@ class WorkersStarted:
 
 @frozen
 class WorkersSucceeded:
+    """`has_agreed`: some have ended because of a notice, and are not done."""
+
     round: int
+    has_agreed: bool = False
 
 
 @frozen
@@ -118,6 +122,7 @@ class ReportFailure:
 @frozen
 class ReportSuccess:
     round: int
+    has_agreed: bool = False
 
 
 @frozen
@@ -179,6 +184,7 @@ class Lifecycle:
         self.unkillable: tuple[int, ...] = ()
         self._verdict: End | None = None
         self._deadline: float | None = None
+        self._has_agreed = False  # While FINISHED.
         self._story: deque[Step] = deque(maxlen=_STORY_LENGTH)
 
     def next_deadline(self) -> float | None:
@@ -218,9 +224,10 @@ class Lifecycle:
                 return [StartWorkers(place.round)]
             case WorkersStarted() if has_workers:
                 self.phase = AgentPhase.RUNNING
-            case WorkersSucceeded() if has_workers:
+            case WorkersSucceeded(_, has_agreed) if has_workers:
                 self.phase, self._deadline = AgentPhase.FINISHED, now + self.peers_timeout_s
-                return [ReportSuccess(self.round)]
+                self._has_agreed = has_agreed
+                return [ReportSuccess(self.round, has_agreed)]
             case WorkersFailed(_, failure) if has_workers:
                 return [ReportFailure(self.round, failure), *self._stop()]
             case Stop() | PlaceLost() if has_workers:
@@ -240,7 +247,7 @@ class Lifecycle:
                 if self.phase is not AgentPhase.STOPPING:
                     return self._end(outcome.end)
             case PeersTimedOut():
-                return self._end(End.SUCCEEDED)
+                return self._end(End.CLOSED if self._has_agreed else End.SUCCEEDED)
         return []  # It was on its way when the stop began, or changes only the phase.
 
     def _join(self) -> list[Command]:

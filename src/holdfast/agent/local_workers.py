@@ -178,6 +178,7 @@ class LocalWorkers(Workers):
             use_agent_store=self._place.has_store or getattr(group.spec.rdzv_handler, "use_agent_store", False),
             free_port=self._place.free_port,
             timer_path=self._start_timer_server(),
+            notice_path=self.notice_path,
         )
         self._prepare_watches(envs)
         template = self._spec.log_line_prefix_template
@@ -189,7 +190,7 @@ class LocalWorkers(Workers):
             from holdfast.process.workers import shared_memory
 
             self._shm_before = shared_memory.present()
-        seen = {"watch": self._hangs.output if self._hangs is not None else None, "copied": self.copied}
+        seen = {"watch": self._hangs and self._hangs.output, "copied": self.copied, "agreed_code": self.agreed_code}
         store_fd = self._run.listen_at_master() if self._place.serves_store and self._run is not None else None
         told = {"store_fd": store_fd, "stop_hooks": self._stop_hooks}
         self.context = new_group(self._spec, args, envs, prefixes, link=link, lease=lease, **told, **seen)

@@ -21,6 +21,7 @@ from holdfast import signals
 from holdfast.agent import causes, lifecycle, ranks, sinks
 from holdfast.agent.lifecycle import AgentPhase, Lifecycle
 from holdfast.agent.model import RunResult, Worker, WorkerGroup, WorkerState
+from holdfast.agent.notice import NodeNotice
 from holdfast.agent.sinks import RunEnd, Sink
 from holdfast.agent.workers import Workers
 from holdfast.errors import HoldfastError, HostError
@@ -39,13 +40,15 @@ from holdfast.rendezvous.membership.model import (
     Complete,
     End,
     Ended,
+    GoingAway,
     KeepFrom,
+    NoticeRequest,
     Outcome,
     Place,
     Sealed,
     Stop,
 )
-from holdfast.signals import RunClosed, SignalException
+from holdfast.signals import NodeWentAway, RunClosed, RunWentAway, SignalException
 
 if TYPE_CHECKING:
     from holdfast.agent.node_checks import NodeChecks
@@ -70,9 +73,10 @@ class AgentLoop:
         grace_s: float,
         told: Sequence[Sink],
         checks: NodeChecks | None = None,
+        notice: NodeNotice | None = None,
     ) -> None:
         self._group, self._workers, self._run, self._told = group, workers, run, told
-        self._checks = checks
+        self._checks, self._notice = checks, notice or NodeNotice(None, workers, run, grace_s, told)
         self._grace_s = grace_s
         self._machine = Lifecycle(peers_timeout_s)
         self._place: Place | None = None
@@ -86,7 +90,7 @@ class AgentLoop:
         """Run to the end of the run. No worker is left after it, whatever happens."""
         end, is_shut_down = RunEnd("error"), False
         try:
-            with signals.inbox().stopped_together(self._stop_together):
+            with signals.inbox().stopped_together(self._stop_together), self._notice.heard():
                 result = self._final_result(self._drive())
             unsaid = "this node has failed" if result.is_failed() else "timed out waiting for the other nodes to finish"
             reason = self._outcome.reason if self._outcome is not None else unsaid
@@ -96,7 +100,7 @@ class AgentLoop:
             end = sinks.end_by(error)
             if isinstance(error, SignalException):
                 if not isinstance(error, RunClosed):
-                    self._leave(error.sigval)
+                    self._leave(error)
                     is_shut_down = True
                 error.killed_ranks = self._workers.killed_ranks()
             if not is_kind(error, RendezvousGracefulExitError):
@@ -135,9 +139,13 @@ class AgentLoop:
             logger.warning("this process and its workers are stopped until it is continued (fg)%s", lost)
         self._workers.send(number)
 
-    def _leave(self, number: signal.Signals) -> None:
+    def _leave(self, error: SignalException) -> None:
         """This node goes; the run goes on without it. The others hear of it before the workers are stopped."""
-        logger.warning("got %s%s", number.name, sinks.stop_words(self._machine.phase, number, self._grace_s))
+        number, why = error.sigval, f"got {error.sigval.name}"
+        if isinstance(error, NodeWentAway):
+            self._grace_s, why = self._notice.plan.grace_s, f"this node goes away, as was announced ({error})"
+        stop = sinks.stop_words(self._machine.phase, number, self._grace_s) if not self._notice.has_agreed() else ""
+        logger.warning("%s%s", why, stop)
         self._run.leaving()
         self._workers.when_gone(self._say_left)
         self._shut_down(number)
@@ -160,9 +168,9 @@ class AgentLoop:
     def _next_events(self) -> Sequence[lifecycle.Event | AgentPush]:
         """Wait until something happens, and return it as events."""
         workers, run = (self._workers if self._is_watching() else None), self._run
-        signals.inbox().raise_pending()
+        self._heed()
         ends_at = self._machine.next_deadline()
-        fds, deadlines = [run.fileno()], [ends_at]
+        fds, deadlines = [run.fileno()], [ends_at, self._notice.plan.stop_at]
         if workers is not None:
             fds += [fd for fd in [workers.fileno()] if fd is not None]
             deadlines.append(workers.deadline())
@@ -176,7 +184,7 @@ class AgentLoop:
         deadline = min((each for each in deadlines if each is not None), default=None)
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         wait_readable(fds, timeout_s, writable=workers.unsent_fds() if workers is not None else ())
-        signals.inbox().raise_pending()
+        self._heed()
         if self._listing is not None and self._listing.is_over:
             self._send_join()
         if ends_at is not None and time.monotonic() >= ends_at:
@@ -187,6 +195,12 @@ class AgentLoop:
             return run.take()
         looks = {AgentPhase.STARTING: self._look_at_start, AgentPhase.STOPPING: self._look_at_stop}
         return looks.get(self._machine.phase, self._look_at_workers)() or run.take()
+
+    def _heed(self) -> None:
+        """The safe point: a signal surfaces here, and so does the time at which this node goes away."""
+        signals.inbox().raise_pending()
+        self._notice.take_signals()
+        self._notice.leave_if_due(self._machine.phase)
 
     def _is_watching(self) -> bool:
         """Whether workers are there whose ends count. Those that die because the lease has run out have not failed; the
@@ -215,8 +229,10 @@ class AgentLoop:
             case WorkerState.HEALTHY:
                 return []
             case WorkerState.SUCCEEDED:
-                self._result = result
-                return [lifecycle.WorkersSucceeded(self._machine.round)]
+                self._result, has_agreed = result, self._notice.has_agreed()
+                if has_agreed and not self._run.shares_notices:
+                    self._notice.leave()
+                return [lifecycle.WorkersSucceeded(self._machine.round, has_agreed)]
             case WorkerState.FAILED | WorkerState.UNHEALTHY:
                 return [lifecycle.WorkersFailed(self._machine.round, self._failure(result))]
         role, state = self._group.spec.role, result.state.name
@@ -242,6 +258,12 @@ class AgentLoop:
         match event:
             case CloseRequested(reason):
                 self._run.close_run(reason)
+                return []
+            case NoticeRequest():
+                self._run.give_notice(event)
+                return []
+            case GoingAway():
+                self._notice.hear(event)
                 return []
             case ExportRequested():
                 if self._workers.snapshots is not None:
@@ -298,8 +320,11 @@ class AgentLoop:
             case lifecycle.ReportFailure(round, failure):
                 assert failure is not None
                 self._report_failure(round, failure)
-            case lifecycle.ReportSuccess(round):
-                self._run.report_success(round, self._machine.peers_timeout_s)
+            case lifecycle.ReportSuccess(round, has_agreed):
+                if has_agreed:
+                    self._run.report_agreement(round)
+                else:
+                    self._run.report_success(round, self._machine.peers_timeout_s)
             case lifecycle.EndRun():
                 pass
             case _:
@@ -380,6 +405,8 @@ class AgentLoop:
             assert self._place is not None
             logger.info("%s", sinks.finish_line(group, self._place.restarts_used))
             return settled
+        if end is End.CLOSED and (outcome is None or outcome.is_notice):
+            raise RunWentAway(outcome.reason if outcome is not None else "the other nodes did not answer in time")
         if end is End.CLOSED and outcome is not None:
             raise RunClosed(outcome.reason)
         group.state = WorkerState.FAILED

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.frozen import dataclass, field
 
 if TYPE_CHECKING:
+    from holdfast.agent.notice import NoticeSettings
     from holdfast.checks.plan import CheckPlan
     from holdfast.failures.report import RunReport
     from holdfast.hangs.policy import HangPolicy
@@ -35,7 +36,7 @@ class WorkerSpec:
     restarts than `max_restarts` can, and replaces it. `hang_policy` says when the group counts as hung; it is for
     agents of this host, others watch as they can. The agent writes what happens to `events_file` (docs/events.md). It
     calls `on_first_node` with the run id, once, when it gets group rank 0; that must not block. It runs `checks` before
-    it asks for a place.
+    it asks for a place. `notice` says which signals and files announce that this node goes away.
     """
 
     role: str
@@ -59,6 +60,7 @@ class WorkerSpec:
     events_file: str = ""
     on_first_node: Callable[[str], None] | None = None
     checks: CheckPlan | None = None
+    notice: NoticeSettings | None = None
 
     def __post_init__(self) -> None:
         if self.fn is not None:

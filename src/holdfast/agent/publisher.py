@@ -27,7 +27,7 @@ from holdfast.rendezvous.coordination import Coordination
 from holdfast.rendezvous.membership.model import Ended, PlaceLost, Sealed, Stop
 from holdfast.telemetry import history
 from holdfast.telemetry.history import History
-from holdfast.telemetry.status import AgentStatus, CheckStatus, Output, WorkerStatus, plain
+from holdfast.telemetry.status import AgentStatus, CheckStatus, NoticeStatus, Output, WorkerStatus, plain
 
 if TYPE_CHECKING:
     from holdfast.checks.gate import CheckResult
@@ -97,6 +97,7 @@ class Publisher(Sink):
         self._reason = ""
         now = time.time(), time.monotonic()
         who = (group.spec.run_id, group.spec.role, os.uname().nodename, os.getpid())
+        self.notice_status: Callable[[], NoticeStatus | None] = lambda: None
         left = group.spec.policy.max_restarts
         self.status = AgentStatus(*who, *now, restarts_left=left, node_id=run.node_id, past=History(now[1]))
         self.control_path = ""
@@ -110,7 +111,8 @@ class Publisher(Sink):
     @contextmanager
     def served(self, health_check_server: Any) -> Iterator[None]:
         """Within this block, a run of the agent, others can ask."""
-        commands = {**self.readable, "stop": self._request_stop, "export": self._export, "query": self._query}
+        acting = {"stop": self._request_stop, "notice": self._give_notice, "export": self._export, "query": self._query}
+        commands = {**self.readable, **acting}
         serve = control.served(self.status.run_id, commands, slow=("query", "stacks", "export"))
         with self._traced() as self._tracing, self._health_served(health_check_server), serve as served:
             self.control_path = served.path if served is not None else ""
@@ -260,6 +262,21 @@ class Publisher(Sink):
         run.request_close(str(request.get("reason") or "closed by the user")[:_REASON_LIMIT])
         return {"scope": scope, "pid": os.getpid()}
 
+    def _give_notice(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """For this node, or for the whole run. The loop does it, when it is its turn."""
+        from holdfast.agent import notice
+
+        said = {name: each for name, each in request.items() if name != "command"}
+        default_s = self._group.spec.notice.time_s if self._group.spec.notice is not None else notice.DEFAULT_TIME_S
+        try:
+            wanted = notice.request_in(said, default_s, "")
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        run = self._run
+        run.request_notice(wanted)
+        reaches = run.shares_notices and run.reaches_all_nodes
+        return {"scope": "run" if reaches else "node", "pid": os.getpid(), "in_s": wanted.left_s}
+
     def _query(self, request: Mapping[str, Any]) -> Any:
         """Ask the coordinator, the agent of another node, or the agents of some `nodes` at the same time; then the
         result has the answer of each."""
@@ -295,7 +312,7 @@ class Publisher(Sink):
         told = self.status.told(time.monotonic(), self.unready_words() or self._run.joined, *readers)
         output = {name: Output(each.lines, each.size_bytes) for name, each in copied.items()}
         snapshots = self._workers.snapshots.status() if self._workers.snapshots is not None else None
-        shown: dict[str, Any] = plain(changed(told, output=output, snapshots=snapshots))
+        shown: dict[str, Any] = plain(changed(told, output=output, snapshots=snapshots, notice=self.notice_status()))
         return shown
 
     def _traced(self) -> AbstractContextManager[Tracing | None]:
@@ -311,9 +328,11 @@ class Publisher(Sink):
         if server is None and address is None:
             return nullcontext()
         from holdfast.telemetry import health
+        from holdfast.telemetry.notice_http import NoticeDoor
 
         server = server if address is None else health.server_at(*address)
-        health.introduce(server, self._alive_time, lambda: self.status, lambda: self._describe({}))
+        door = NoticeDoor(self._give_notice, self._run.notice_key)
+        health.introduce(server, self._alive_time, lambda: self.status, lambda: self._describe({}), door)
         return health.served(server)
 
 
@@ -336,4 +355,6 @@ def worker_status(
     if not has_started or rank not in ends or old.exit_code is not None:
         return old
     code, was_stopped, _ = ends[rank]
-    return changed(old, state="stopped" if was_stopped else "failed" if code else "succeeded", exit_code=code)
+    has_agreed = context is not None and code != 0 and code == context.agreed_code
+    ended = "stopped" if was_stopped or has_agreed else "failed" if code else "succeeded"
+    return changed(old, state=ended, exit_code=code)

@@ -21,8 +21,8 @@ from holdfast.frozen import frozen
 from holdfast.log import Logger
 from holdfast.process.spawner import command
 from holdfast.rendezvous.api import RendezvousGracefulExitError, is_kind
-from holdfast.rendezvous.membership.model import End, Ended, PlaceLost, Sealed, Stop
-from holdfast.signals import RunClosed, SignalException
+from holdfast.rendezvous.membership.model import End, Ended, GoingAway, PlaceLost, Sealed, Stop
+from holdfast.signals import NodeWentAway, RunClosed, SignalException
 from holdfast.telemetry.metrics import put_call, put_metric
 from holdfast.text import plural
 
@@ -56,8 +56,9 @@ def end_by(error: BaseException) -> RunEnd:
     if getattr(error, "run_report", None) is not None:
         return RunEnd("failed", str(error), error=error)
     if isinstance(error, SignalException):
-        is_closed = isinstance(error, RunClosed)
-        return RunEnd(*(("closed", str(error)) if is_closed else ("left", error.sigval.name)), error=error)
+        if isinstance(error, RunClosed):
+            return RunEnd("closed", str(error), error=error)
+        return RunEnd("left", str(error) if isinstance(error, NodeWentAway) else error.sigval.name, error=error)
     if is_kind(error, RendezvousGracefulExitError):
         return RunEnd("succeeded", "this node was not needed any more", error=error)
     return RunEnd("error", str(error) if isinstance(error, HoldfastError) else _words(error), error=error)
@@ -74,6 +75,9 @@ class Sink:
 
     def refused(self, error: BaseException) -> None:
         """There is no place for this node."""
+
+    def notice(self, going: GoingAway) -> None:
+        """Nodes of the run go away at a known time, or stay after all."""
 
     def checked(self, results: tuple[CheckResult, ...], delay_s: float | None) -> None:
         """The checks of this node have ended. `delay_s` is until the next try, if the node stays out meanwhile."""
@@ -148,6 +152,11 @@ class Records(Sink):
         spec = self._group.spec
         put_metric(f"workers.{spec.role}.remaining_restarts", max(0, spec.policy.max_restarts - self._restarts_used))
         put_metric(f"workers.{spec.role}.{self._group.state.name.lower()}", 1)
+
+    def notice(self, going: GoingAway) -> None:
+        put_metric(f"workers.{self._group.spec.role}.nodes_going_away", going.node_count)
+        left = {"left_s": str(going.left_s), "own_left_s": str(going.own_left_s), "reason": going.reason}
+        self.record("NOTICE", details=left)
 
     def record(self, state: str, worker: Worker | None = None, **facts: Any) -> None:
         record(lambda: self.event(state, worker, **facts), self._group.spec.event_log_handler)
@@ -266,8 +275,10 @@ class LogLines(Sink):
                 logger.info("%s", start_line(group, context.logs_dir if context is not None else ""))
                 where = (step.round, group.master_addr, group.master_port, group.workers[0])
                 logger.debug("round %d: master %s:%s, first worker %s", *where)
-            case lifecycle.WorkersSucceeded() if step.commands and (group.group_world_size or 1) > 1:
-                logger.info("the workers of this node have finished, waiting for the other nodes")
+            case lifecycle.WorkersSucceeded(_, has_agreed) if step.commands and (group.group_world_size or 1) > 1:
+                saved = "the workers of this node have saved their state, waiting for the other nodes"
+                done = "the workers of this node have finished, waiting for the other nodes"
+                logger.info("%s", saved if has_agreed else done)
             case Stop(_, reason) if step.commands:
                 logger.warning("the round is stopped: %s", reason)
             case PlaceLost(_, reason) if step.commands and step.before is not AgentPhase.STOPPING:

@@ -10,7 +10,7 @@ from holdfast import escape, signals
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.options import PROGRAM
-from holdfast.errors import RUN_CLOSED, HoldfastError, HostError, InternalError, UserError, is_from_run
+from holdfast.errors import RUN_CLOSED, WENT_AWAY, HoldfastError, HostError, InternalError, UserError, is_from_run
 from holdfast.failures import report
 from holdfast.failures.records import LOST_NODE
 from holdfast.log import Logger
@@ -53,12 +53,12 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
         console.write(error.format_msg().rstrip("\n") + "\n")
         return 1
     if isinstance(error, signals.SignalException | KeyboardInterrupt):
-        why = f"the run was closed: {escape.one_line(str(error))}" if isinstance(error, signals.RunClosed) else ""
+        code, why = _closed(error)
         number, ranks = getattr(error, "sigval", 2), getattr(error, "killed_ranks", ())
         killed = f"; {report.ranks_text(ranks)} had to be killed" if ranks else ""
         text = f"{escape.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n"
         _write_report(text, os.environ.get(REPORT_FILE_VARIABLE))
-        return RUN_CLOSED if why else 128 + number
+        return code if why else 128 + number
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         # The interpreter has no class of its own for it.
         error = HostError(f"cannot start a thread{_REMEDIES[errno.EAGAIN]}").with_traceback(error.__traceback__)
@@ -79,6 +79,16 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
     console.write("".join(traceback.format_exception(error)))
     console.write(f"{escape.PREFIX} internal error; please report it with the lines above\n")
     return _code_of_host_error(error)
+
+
+def _closed(error: BaseException) -> tuple[int, str]:
+    """The exit code and the words for an end that was not a signal's."""
+    reason = escape.one_line(str(error))
+    if isinstance(error, signals.NodeWentAway):
+        return WENT_AWAY, f"this node went away after a notice: {reason}"
+    if isinstance(error, signals.RunWentAway):
+        return WENT_AWAY, f"the run has ended after a notice: {reason}"
+    return (RUN_CLOSED, f"the run was closed: {reason}") if isinstance(error, signals.RunClosed) else (0, "")
 
 
 def _code_of_host_error(error: BaseException) -> int:

@@ -27,6 +27,7 @@ COMMANDS = {
     "logs": ("holdfast.cli.logs:main", "show or follow the log files of a run's workers"),
     "attach": ("holdfast.cli.attach:main", "show the output of a run that goes on without its terminal"),
     "stop": ("holdfast.cli.stop:main", "end a run on all its nodes"),
+    "notice": ("holdfast.cli.notice:main", "announce that a node, or a whole run, goes away soon"),
     "stacks": ("holdfast.cli.stacks:main", "show where the workers of a run are right now"),
     "snapshots": ("holdfast.cli.snapshots:main", "list the snapshots of a run, or write them as files"),
     "warm": ("holdfast.cli.warm:main", "keep modules in memory, so that the next runs start at once"),

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from holdfast import loop
+from holdfast import loop, signals
+from holdfast.agent import notice
 from holdfast.cli import run as local
 from holdfast.cli.arguments.options import HOSTS, OPTIONS
 from holdfast.cli.job import job_of
@@ -68,6 +69,9 @@ def run(args: Any) -> None:
         _detach(args, job)
         return
     os.environ[SIGNALS_VARIABLE] = args.signals_to_handle
+    known = (args.notice_signal, args.notice_file, args.notice_time, args.notice_worker_signal, args.pass_signals)
+    noticing = notice.settings_of(*known, args.signals_to_handle)
+    signals.inbox().watch(noticing.notice_signal, noticing.passed)
     ready_fd, _, output = os.environ.pop(_DETACHED_VARIABLE, "").partition(":")
 
     ssh.run(

@@ -112,6 +112,8 @@ def lines_of(view: RunView, *, is_all: bool = True) -> Iterator[str]:
     """What `holdfast top` shows, too."""
     yield words.heading(view)
     yield escape.one_line(words.sentence(view))
+    if notice := words.notice_line(view):
+        yield escape.cut(escape.one_line(notice))
     if past := words.history_line(view.history):
         yield past
     if saved := words.snapshot_line(told.status for told in view.agents.values()):
@@ -182,6 +184,8 @@ def _node_rows(view: RunView) -> Iterator[tuple[str, ...]]:
     for node in view.nodes:
         told = view.agents.get(node.node_id)
         state = node.state if node.is_connected else "not connected"
+        if node.leaves_in_s is not None:
+            state += f", goes in {words.age_text(node.leaves_in_s)}"
         name, pid, workers = node.node_id, "-", view.silence_of(node)
         if told is not None:
             name, pid = told.status.node_id or told.status.host, f"{told.status.pid}"

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast.errors import RUN_CLOSED, UserError
+from holdfast.errors import RUN_CLOSED, WENT_AWAY, UserError
 from holdfast.frozen import changed
 from holdfast.hosts.engines import OWN
 from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
@@ -42,7 +42,7 @@ _SUBDOMAIN_LENGTH = 253
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 _POD_RESTARTS = 3
 _FOR_EVER = 2**31 - 1
-HOST_ERROR = 95  # The exit code of an agent whose host alone cannot go on.
+HOST_ERROR = 96  # The exit code of an agent whose host alone cannot go on.
 _LABEL_RULE = "lower-case letters, digits and '-', beginning with a letter"
 
 
@@ -385,7 +385,7 @@ def _pod_failure_rules() -> list[Tree]:
 
     1 is the end of a run that has used its own restarts, so Kubernetes must not start it again: it fails the number and
     with it the Job, which a JobSet may start again. An agent whose host alone cannot go on ends with `HOST_ERROR`,
-    which counts."""
+    which counts. One that went away after a notice, or got SIGTERM, is replaced, and that does not count."""
 
     def on_exit(action: str, *codes: int) -> Tree:
         return {"action": action, "onExitCodes": {"containerName": _NODE, "operator": "In", "values": [*codes]}}
@@ -394,7 +394,7 @@ def _pod_failure_rules() -> list[Tree]:
     return [
         {"action": "Ignore", "onPodConditions": [disrupted]},
         on_exit("FailJob", 2, 93, RUN_CLOSED),
-        on_exit("Ignore", 143),
+        on_exit("Ignore", WENT_AWAY, 143),
         on_exit("FailIndex", 1),
     ]
 

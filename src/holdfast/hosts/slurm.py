@@ -35,7 +35,7 @@ from holdfast.hosts.engines import OWN, Engine, ask
 from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
 from holdfast.hosts.own_lines import PREFIX_VARIABLE, prefix_template
 from holdfast.log import Logger
-from holdfast.option import Options, optional, value
+from holdfast.option import Options, count, optional, value
 from holdfast.process.output.lines import HeldLine
 from holdfast.process.spawner.client import SUCCESS_FILE_VARIABLE
 
@@ -46,6 +46,7 @@ _ASK_AGAIN_S = 5.0  # How the job stands.
 _LAST_AGENTS_S = 60  # How long the other agents may go on when the first one has ended.
 _LAST_ANSWER_S = 5.0  # How long sbatch may still take to submit the job after a signal.
 _PIECE_BYTES = 1 << 16
+_TELLING_S = 5.0  # In this time the agents have heard of a notice.
 _GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT")
 _LAST_LINE = "holdfast: the agents of Slurm job {} have ended with exit code "
 _LOST = re.compile(rb"^holdfast: .*?(([\w.-]+)-\d+-[0-9a-f]{8}) is lost: ", re.MULTILINE)  # The id of a node.
@@ -66,6 +67,8 @@ class SlurmOptions(Options):
     qos = optional("--qos NAME", OWN, str, help="the quality of service")
     time = optional("--time LIMIT", OWN, str, help=
         "how long the job may run, as Slurm writes it: 90 (minutes), 1:30:00, 2-0")
+    notice = optional("--notice SECONDS", OWN, count, help=
+        "how long before the time limit all workers are told that the run goes away (docs/notice.md): 120")
     nodelist = optional("--nodelist NODES", OWN, str, help="nodes that the job must have, as in node[1-4]")
     exclude = optional("--exclude NODES", OWN, str, help="nodes that the job must not have")
     gpus_per_node = optional("--gpus-per-node N", OWN, str, help=
@@ -136,6 +139,8 @@ def _directives(job: JobSpec, settings: SlurmOptions) -> Iterator[tuple[str, str
         ("--gpus-per-node", settings.gpus_per_node), ("--cpus-per-task", settings.cpus_per_node),
     )  # fmt: skip
     yield from ((name, text) for name, text in own if text)
+    if settings.notice:
+        yield "--signal", f"B:USR1@{settings.notice}"
     for word in _words("--sbatch", settings.sbatch):
         name, _, text = word.partition("=")
         if not name.startswith("-"):
@@ -180,6 +185,11 @@ def _body(job: JobSpec, settings: SlurmOptions) -> Iterator[str]:
     yield "# SIGTERM goes on to the agents, which stop their workers with grace, and ends only the wait below."
     yield "# scancel runs in the background: while Slurm itself ends the job, it takes long to return."
     yield """trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null &' TERM"""
+    if settings.notice:
+        yield "# SIGUSR1 announces the time limit: the agent on this node tells all others, and they their workers."
+        left_s = max(0.0, settings.notice - _TELLING_S)
+        tell = f'{holdfast} notice "$run_id" --whole-run --in {left_s:g} --reason "time limit"'
+        yield f"""trap {_quoted(f'{tell} || scancel --signal=TERM "$SLURM_JOB_ID" &')} USR1"""
     srun = ["srun", "--ntasks-per-node=1"]
     if job.min_nodes < job.max_nodes:
         srun.append("--no-kill")

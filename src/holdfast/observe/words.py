@@ -95,6 +95,19 @@ def snapshot_line(agents: Iterable[AgentStatus]) -> str:
     return f"snapshot of step {last.step}, saved {age_text(last.age_s)} ago ({size_text(last.used_bytes)} in memory)"
 
 
+def notice_line(view: RunView) -> str:
+    """Which nodes go away, and when; empty if none does."""
+    told = view.record.notice
+    if told is None:
+        return ""
+    names = ", ".join(told.nodes)
+    more = f" and {told.node_count - len(told.nodes)} more" if told.node_count > len(told.nodes) else ""
+    who = "the whole run" if told.is_whole_run else f"{names}{more}" if names else "this node"
+    verb = "goes" if told.is_whole_run or told.node_count == 1 else "go"
+    why = f": {told.reason}" if told.reason else ""
+    return f"{who} {verb} away in {age_text(told.left_s)}{why}"
+
+
 def rank_text(rank: int | None) -> str:
     """A worker has no rank, -1, before its first round."""
     return "-" if rank is None or rank < 0 else f"{rank}"

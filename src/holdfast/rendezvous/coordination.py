@@ -20,7 +20,9 @@ from holdfast.rendezvous.membership.model import (
     CloseRequested,
     End,
     Ended,
+    GoingAway,
     Held,
+    NoticeRequest,
     Outcome,
     PlaceLost,
     SavedSteps,
@@ -28,6 +30,7 @@ from holdfast.rendezvous.membership.model import (
     SnapshotOrder,
     Stop,
 )
+from holdfast.rendezvous.membership.notice_records import alone
 from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
 
 Item = TypeVar("Item")
@@ -52,7 +55,8 @@ class ExportRequested:
     then: Callable[[list[str]], None]
 
 
-AgentPush = Sealed | Stop | PlaceLost | Ended | CloseRequested | JoinFailed | SnapshotOrder | ExportRequested
+_FromRun = Sealed | Stop | PlaceLost | Ended | SnapshotOrder | GoingAway
+AgentPush = _FromRun | CloseRequested | NoticeRequest | JoinFailed | ExportRequested
 
 
 class Mailbox(Generic[Item]):
@@ -159,6 +163,10 @@ class Coordination(abc.ABC):
     def report_success(self, round: int, timeout_s: float) -> None:
         """This node's workers have all succeeded. `Ended` is pushed when those of all nodes have."""
 
+    def report_agreement(self, round: int) -> None:  # noqa: B027
+        """This node's workers have ended because of a notice, and are not done. `Stop` is pushed when those of all
+        nodes have ended. Only if `shares_notices`."""
+
     def report_steps(self, round: int, steps: SavedSteps) -> None:  # noqa: B027
         """What this node has saved in the round, after each change. With `Place.agrees_on_steps` the run answers with
         orders (`SnapshotOrder`) for the nodes to keep a step that is the same on all of them."""
@@ -189,6 +197,23 @@ class Coordination(abc.ABC):
     def request_close(self, reason: str) -> None:
         """The agent's loop gets `CloseRequested`, and then calls `close_run`."""
         self._mailbox.put(CloseRequested(reason))
+
+    def request_notice(self, request: NoticeRequest) -> None:
+        """The agent's loop gets it, and then calls `give_notice`."""
+        self._mailbox.put(request)
+
+    def give_notice(self, request: NoticeRequest) -> None:
+        """This node, or the whole run, goes away. `GoingAway` is pushed to all nodes that can be told."""
+        self._mailbox.put(alone(request, self.node_id))
+
+    @property
+    def shares_notices(self) -> bool:
+        """Whether a coordinator tells the other nodes of a notice."""
+        return False
+
+    def notice_key(self) -> bytes | None:
+        """With which a stranger proves that it may give notice; None if none can."""
+        return None
 
     def request_export(self, request: ExportRequested) -> None:
         """The agent's loop gets it."""

@@ -243,7 +243,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def listen_for_peer(self) -> tuple[int, str, int]:
         port = endpoints.HeldPort()
         try:
-            port.renew(self._held_at)
+            try:
+                port.renew(self._held_at)
+            except HostError:
+                if not self._options.local_addr:
+                    raise
+                port.renew("")  # As in `_ask`.
             return port.listen(), self._facts.address, port.number
         finally:
             port.release()
@@ -263,6 +268,20 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def report_success(self, round: int, timeout_s: float) -> None:
         self._post(protocol.Succeeded(round))
+
+    def report_agreement(self, round: int) -> None:
+        self._post(protocol.Succeeded(round, has_agreed=True))
+
+    def give_notice(self, request: model.NoticeRequest) -> None:
+        if self._client is None or not self._client.post(protocol.GiveNotice(request)):
+            super().give_notice(request)
+
+    @property
+    def shares_notices(self) -> bool:
+        return self._client is not None and self._client.shares_notices
+
+    def notice_key(self) -> bytes | None:
+        return keys.notice_key(self._options.token, self._run_id) if self._options.token is not None else None
 
     def report_steps(self, round: int, steps: model.SavedSteps) -> None:
         self._post(protocol.SnapshotReport(round, steps))
@@ -464,7 +483,8 @@ def create_handler_at(
 
 
 def _cut(reason: str | None) -> str | None:
-    return reason and escape.cut(reason, protocol.MAX_TEXT)
+    """What may be sent of it: the name of a command may have halves of characters."""
+    return reason and escape.cut(reason.encode("utf-8", "backslashreplace").decode(), protocol.MAX_TEXT)
 
 
 def digest_of(path: str) -> str:

@@ -2,6 +2,7 @@
 
     GET / (any path)   200 {"status": "alive", "phase": "running", "round": 1, "restarts": 0}
                        503 {"status": "stuck", "reason": "no sign of life for 73 s, ...", "phase": ...}
+    POST /notice       this node goes away (`notice_http`), if it speaks for an agent
     GET /metrics       the agent's metrics for Prometheus (`prometheus`), if it speaks for an agent
 
 Alive means that the alive callback's time (seconds since the epoch) is less than `timeout` seconds ago. For an agent
@@ -17,11 +18,14 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.log import DEBUG, INFO, Logger
-from holdfast.telemetry.http import HttpServer, KeptPage, Page
+from holdfast.telemetry.http import HttpServer, KeptPage, Page, Request
 from holdfast.telemetry.status import AgentStatus
+
+if TYPE_CHECKING:
+    from holdfast.telemetry.notice_http import NoticeDoor
 
 __all__ = ["AgentAlive", "HealthCheckServer", "create_healthcheck_server"]
 
@@ -57,6 +61,7 @@ class HealthCheckServer(HttpServer):
         self.alive_callback = alive_callback
         self.status: Callable[[], AgentStatus | None] = lambda: None
         self.describe: Callable[[], Mapping[str, Any]] | None = None
+        self.door: NoticeDoor | None = None
         self.port = self._wanted_port = port
         self._timeout_s = timeout
         self._metrics = KeptPage(self._make_metrics)
@@ -84,8 +89,19 @@ class HealthCheckServer(HttpServer):
     async def page(self, path: str) -> Page:
         if path == "/metrics" and self.describe is not None:
             return await self._metrics.get()
+        if path == "/notice/nonce" and self.door is not None:
+            return self.door.nonce()
         condition = self.condition()
         return Page.of(200 if condition["status"] == "alive" else 503, condition)
+
+    @property
+    def takes_posts(self) -> bool:  # type: ignore[override]  # from the moment at which there is an agent
+        return self.door is not None
+
+    async def post(self, request: Request, peer: str) -> Page:
+        if request.path != "/notice" or self.door is None:
+            return Page.of(404, {"reason": "POST is for /notice"})
+        return self.door.post(request, peer)
 
     async def _make_metrics(self) -> Page:
         from holdfast.telemetry import prometheus
@@ -132,10 +148,11 @@ def introduce(
     alive_time: Callable[[], float],
     status: Callable[[], AgentStatus],
     describe: Callable[[], Mapping[str, Any]] | None = None,
+    door: NoticeDoor | None = None,
 ) -> None:
     """From now on the server speaks for this agent, unless the user has given it another callback."""
     if isinstance(server, HealthCheckServer):
-        server.status, server.describe = status, describe
+        server.status, server.describe, server.door = status, describe, door
         if isinstance(server.alive_callback, AgentAlive):
             server.alive_callback.callback = alive_time
 

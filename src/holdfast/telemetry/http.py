@@ -1,8 +1,8 @@
 """A small HTTP server for telemetry, in a thread of its own, that cannot harm the process it runs in.
 
-It answers GET and HEAD, one question a connection. It never waits for a single caller: each gets a few seconds and a
-few kilobytes to ask, at most 500 are let in a second, and if too many are there at once the oldest is dropped for the
-newest. If the port cannot be opened, the log has one warning: telemetry never ends a job.
+It answers GET and HEAD, and POST where a server takes it, one question a connection. It never waits for a caller: each
+gets a few seconds and a few kilobytes to ask, at most 500 are let in a second, and if too many are there at once the
+oldest is dropped for the newest. If the port cannot be opened, the log has one warning: telemetry never ends a job.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from holdfast.errors import HoldfastError
-from holdfast.frozen import frozen
+from holdfast.frozen import field, frozen
 from holdfast.log import Logger
 from holdfast.loop import release_in_children
 
@@ -28,6 +28,7 @@ logger = Logger(__name__)
 _MOST_CALLERS = 32
 _CALL_LIMIT_S = 5.0
 _CALL_LIMIT_BYTES = 8192
+_BODY_LIMIT_BYTES = 4096
 _STOP_PATIENCE_S = 2.0
 _SHORTAGE_PAUSE_S = 1.0
 _BETWEEN_CALLERS_S = 0.002
@@ -58,13 +59,17 @@ class Page:
 
 @frozen
 class Request:
-    """`path` is without a query. `is_head`: only the head of the answer is wanted."""
+    """`path` is without a query. `is_head`: only the head of the answer is wanted. Of a POST, `headers` by their names
+    in small letters, and the body."""
 
     path: str
     is_head: bool = False
+    is_post: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
 
 
-def read_request(said: bytes) -> Request | Page | None:
+def read_request(said: bytes, *, may_post: bool = False) -> Request | Page | None:
     """The request in what a caller has sent; the answer if it is malformed, None if it is incomplete."""
     if b"\r\n\r\n" not in said and b"\n\n" not in said:
         too_long = len(said) >= _CALL_LIMIT_BYTES
@@ -72,9 +77,28 @@ def read_request(said: bytes) -> Request | Page | None:
     words = said.split(b"\n", 1)[0].split()
     if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
         return Page.of(400, {"reason": "not a request of HTTP/1"})
+    if words[0] == b"POST" and may_post:
+        return _read_post(said, _path_in(words))
     if words[0] not in (b"GET", b"HEAD"):
         return Page.of(405, {"reason": "only GET and HEAD are answered"}, "Allow: GET, HEAD\r\n")
-    return Request(words[1].partition(b"?")[0].decode("latin-1"), words[0] == b"HEAD")
+    return Request(_path_in(words), words[0] == b"HEAD")
+
+
+def _path_in(words: Sequence[bytes]) -> str:
+    return words[1].partition(b"?")[0].decode("latin-1")
+
+
+def _read_post(said: bytes, path: str) -> Request | Page | None:
+    """Without `Content-Length` there is no body."""
+    head, _, body = said.partition(b"\r\n\r\n") if b"\r\n\r\n" in said else said.partition(b"\n\n")
+    lines = (line.partition(":") for line in head.decode("latin-1").splitlines()[1:])
+    headers = {name.strip().lower(): text.strip() for name, _, text in lines}
+    length = headers.get("content-length", "0")
+    if "transfer-encoding" in headers or not length.isdecimal() or len(length) > 9:
+        return Page.of(411, {"reason": "a body needs a Content-Length"})
+    if int(length) > _BODY_LIMIT_BYTES:
+        return Page.of(413, {"reason": f"a body has at most {_BODY_LIMIT_BYTES} bytes"})
+    return None if len(body) < int(length) else Request(path, False, True, headers, body[: int(length)])
 
 
 class HttpServer:
@@ -87,8 +111,14 @@ class HttpServer:
         self._callers: dict[socket.socket, asyncio.Task[None]] = {}  # In the order in which they came.
         release_in_children(self)
 
+    takes_posts = False
+
     async def page(self, path: str) -> Page:
         """In the server's thread."""
+        raise NotImplementedError
+
+    async def post(self, request: Request, peer: str) -> Page:
+        """The same, of a POST by a caller at that address, if the server takes any."""
         raise NotImplementedError
 
     def start(self) -> None:
@@ -166,7 +196,7 @@ class HttpServer:
             async with asyncio.timeout(_CALL_LIMIT_S):
                 while len(said) <= 4 * _CALL_LIMIT_BYTES and (heard := await loop.sock_recv(sock, 4096)):
                     said += heard
-                    if answer is None and (answer := await self._answer_to(said)) is not None:
+                    if answer is None and (answer := await self._answer_to(said, sock)) is not None:
                         # Closing the connection while something is unread would take the answer back, so the caller
                         # hangs up first, or is dropped when its time is up.
                         await loop.sock_sendall(sock, answer)
@@ -177,12 +207,15 @@ class HttpServer:
             del self._callers[sock]
             sock.close()
 
-    async def _answer_to(self, said: bytes) -> bytes | None:
-        request = read_request(said)
+    async def _answer_to(self, said: bytes, sock: socket.socket) -> bytes | None:
+        request = read_request(said, may_post=self.takes_posts)
         if not isinstance(request, Request):
             return request.encoded() if request is not None else None
         try:
-            page = await self.page(request.path)
+            if request.is_post:
+                page = await self.post(request, sock.getpeername()[0])
+            else:
+                page = await self.page(request.path)
         except Exception as error:
             page = Page.of(500, {"reason": f"{type(error).__name__}: {error}"})
         return page.encoded(has_body=not request.is_head)

@@ -79,6 +79,19 @@ class SnapshotStatus:
 
 
 @frozen
+class NoticeStatus:
+    """Nodes go away, the first of them in `left_s`; `own_left_s` is for the node that says so, None if it stays.
+    `nodes` names the first of `node_count` nodes; with `is_whole_run` all nodes go."""
+
+    left_s: wire.Seconds = 0.0
+    own_left_s: wire.Seconds | None = None
+    is_whole_run: bool = False
+    nodes: tuple[str, ...] = ()
+    node_count: wire.Count = 0
+    reason: str = ""
+
+
+@frozen
 class CheckStatus:
     """The last result of a check of this node (`--check`): `passed`, `failed`, or `unknown` if there was no evidence.
     It took `seconds` and ended `age_s` ago; `failures` counts all that failed. `output` are its last lines."""
@@ -98,7 +111,8 @@ class AgentStatus:
     """One agent. `node` and `nodes` are its rank and how many nodes its round has. `story` are the last steps of its
     machine (`lifecycle.Step`). `node_id` is its name in the run, if it has one. `failed` are the last workers that
     failed, of this round and earlier ones. `past` is the history of this node. `age_s`, `waiting_for`, `history`,
-    `output` and `snapshots` are filled in when the status is told. `checks` are in the order of the options."""
+    `output`, `snapshots` and `notice` are filled in when the status is told. `checks` are in the order of the
+    options."""
 
     run_id: str = ""
     role: str = ""
@@ -123,6 +137,7 @@ class AgentStatus:
     output: Mapping[str, Output] = field(default_factory=dict)
     snapshots: SnapshotStatus | None = None
     checks: tuple[CheckStatus, ...] = ()
+    notice: NoticeStatus | None = None
 
     def told(
         self,
@@ -164,7 +179,7 @@ class AgentStatus:
 class NodeStatus:
     """One node, as the coordinator sees it. `rank` is its place in the present round, `first_rank` the global rank of
     its first worker there; None if it has no place. `state` is `waiting`, `running`, `finished` or `leaving`. Its last
-    message came `heard_ago_s` ago."""
+    message came `heard_ago_s` ago. It goes away in `leaves_in_s`, if there is a notice."""
 
     node_id: str = ""
     address: str = ""
@@ -175,6 +190,7 @@ class NodeStatus:
     state: str = ""
     is_connected: bool = False
     heard_ago_s: wire.Seconds = 0.0
+    leaves_in_s: wire.Seconds | None = None
 
 
 @frozen
@@ -230,6 +246,7 @@ class RunStatus:
     end: str | None = None
     end_reason: str | None = None
     history: HistoryStatus = HistoryStatus()
+    notice: NoticeStatus | None = None
 
 
 @frozen

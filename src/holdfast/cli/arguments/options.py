@@ -18,10 +18,13 @@ from holdfast.cli.arguments.values import (
     host_and_port,
     module_names,
     names,
+    notice_time_s,
+    passed_signals,
     port,
     ranks,
     seconds_above_0,
     signal_names,
+    signal_or_off,
     signals_of_progress,
     size_bytes,
     streams,
@@ -246,6 +249,18 @@ class RunArguments(Options):
         "run and checks again, 10 s later at first and up to 10 minutes later each time.")
     signals_to_handle = value("--signals-to-handle NAMES", FAILURES, signal_names, "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         help="The signals that stop the run in order: the workers get the same signal, and the grace period to exit.")
+    notice_signal = optional("--notice-signal NAME", FAILURES, signal_or_off, in_full=True, help=
+        "The signal that announces that this node goes away; off: none. All workers of the run are told, and the node "
+        "leaves in time. SIGUSR1 if left out, unless --signals-to-handle or --pass-signals has it. See docs/notice.md.")
+    notice_file = value("--notice-file PATH", FAILURES, str, "", in_full=True, help=
+        "A file whose appearance announces the same. It may be empty, or say when: {\"in_s\": 30}.")
+    notice_time = value("--notice-time TIME", FAILURES, notice_time_s, "2m", in_full=True, help=
+        "How long after that signal, or that file if it does not say, the node is taken away.")
+    notice_worker_signal = value("--notice-worker-signal NAME", FAILURES, signal_or_off, "", in_full=True, help=
+        "A signal for the workers when a node of the run is announced to go away, besides HOLDFAST_NOTICE_FILE. A "
+        "worker without a handler for it is not sent it.")
+    pass_signals = value("--pass-signals NAMES", FAILURES, passed_signals, "", in_full=True, help=
+        "Signals that are passed on to the workers of this node, and otherwise mean nothing: SIGUSR2,SIGCONT.")
     monitor_interval = value("--monitor-interval SECONDS", FAILURES, seconds_above_0, "0.1", help=
         "How often to poll plug-in agents and rendezvous handlers; everything else is watched by events.")
 

@@ -123,6 +123,7 @@ EXIT_CODES = (
     ("2", "wrong usage, or a node that does not fit into the run; nothing was started"),
     ("93", "no progress in --no-progress-limit restarts, or more lost nodes than --loss-limit: do not start it again"),
     ("94", "the run was ended on all nodes, by `holdfast stop` for example: do not start it again"),
+    ("95", "this node, or the run, went away after a notice (docs/notice.md): it may be started again"),
     ("128+n", "stopped by signal n, for example 143 after SIGTERM"),
 )
 

@@ -127,6 +127,28 @@ def signal_names(text: str) -> str:
     return text
 
 
+def signal_or_off(text: str) -> str:
+    """`SIGUSR1`, or `off`. Checked, and left as it is."""
+    from holdfast import signals
+
+    signals.one_signal("", text)
+    return text
+
+
+def passed_signals(text: str) -> str:
+    from holdfast import signals
+
+    signals.parse_signals(text)
+    return text
+
+
+def notice_time_s(text: str) -> float:
+    seconds = duration_s(text)
+    if seconds > 86400:
+        raise ValueError(f"{text!r} is more than a day")
+    return seconds
+
+
 def signals_of_progress(text: str) -> frozenset[Signal]:
     from holdfast.hangs import policy
 

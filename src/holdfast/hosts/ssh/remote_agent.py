@@ -123,6 +123,8 @@ class _Remote:
             if kind == b"signal":
                 self._was_told_to_end = True
                 self._agent.pass_on(int(rest))
+            elif kind == b"notice":
+                self._agent.pass_on(int(rest))
             elif kind == b"ask":
                 number, _, question = rest.partition(b" ")
                 threading.Thread(target=self._ask, args=(int(number), question), daemon=True).start()

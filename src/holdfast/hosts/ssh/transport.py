@@ -192,6 +192,11 @@ class _HostsRun:
         events: list[agent_fleet.Event] = []
         while (number := self._inbox.take()) is not None:
             events.append(agent_fleet.Signalled(number))
+        noticed = self._inbox.take_notice()
+        for number in [*([noticed] if noticed is not None else []), *self._inbox.take_passed()]:
+            logger.warning("got %s, passing it on to all hosts", number.name)
+            for connection in self._connections.values():
+                connection.send_notice(number)
         while not self._seen.empty():
             events.append(self._see(self._seen.get()))
         self._questions.send(self._connections)

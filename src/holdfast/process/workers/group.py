@@ -34,7 +34,7 @@ from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, allow_descriptors_for, starting
 from holdfast.process.spawner.wire import BYTECODE, Lease, memory_file
 from holdfast.process.workers.ladder import Action, Ladder
-from holdfast.process.workers.worker import RunProcsResult, Slot
+from holdfast.process.workers.worker import RunProcsResult, Slot, global_rank
 
 if TYPE_CHECKING:
     from holdfast.process.output.lines import Copied
@@ -129,6 +129,7 @@ class PContext(abc.ABC):
         lease: Lease | None = None,
         watch: OutputWatch | None = None,
         copied: Mapping[str, Copied] | None = None,
+        agreed_code: int | None = None,
         store_fd: int | None = None,
         stop_hooks: StopHooks | None = None,
     ) -> None:
@@ -153,7 +154,7 @@ class PContext(abc.ABC):
         self.filtered_stderr = self.destinations.filtered_stderr
         self.logs_dir = logs_dir(self.destinations)
         self.survivors: tuple[tuple[int, str], ...] = ()
-        ranks = {rank: _global_rank(rank, env) for rank, env in envs.items()}
+        ranks = {rank: global_rank(rank, env) for rank, env in envs.items()}
         has_peers = any(env.get("GROUP_WORLD_SIZE", "1") != "1" for env in envs.values())
         labels = (log_line_prefixes or {}, host_name() if has_peers else "")
         self._outlets = Outlets(spec, self.destinations, ranks, *labels, watch, copied or {})
@@ -170,6 +171,7 @@ class PContext(abc.ABC):
         self._lost_how = ""
         self._is_swept = False
         self._is_closed = False
+        self.agreed_code = agreed_code  # An exit code that is no failure.
 
     # Starting.
 
@@ -298,7 +300,7 @@ class PContext(abc.ABC):
     def has_ended(self) -> bool:
         """Whether `wait` would return a result at once, judged by the reports so far."""
         codes = [slot.exitcode for slot in self._slots.values()]
-        return bool(codes) and (None not in codes or any(codes))
+        return bool(codes) and (None not in codes or any(code for code in codes if code != self.agreed_code))
 
     def blame(self, pid: int, **known: Any) -> None:
         """Whatever its end, this process counts as failed. `known` are fields of `Evidence`: a `note` that says why; or
@@ -371,7 +373,8 @@ class PContext(abc.ABC):
                 return None
             values = {rank: slot.return_value() for rank, slot in self._slots.items()}
             # A value may be unreadable. Asked for after `close`: a worker that was stopped has not succeeded.
-            stopped = {rank: self._failure(slot) for rank, slot in self._slots.items() if slot.exitcode}
+            badly = {rank: slot for rank, slot in self._slots.items() if slot.exitcode not in (0, self.agreed_code)}
+            stopped = {rank: self._failure(slot) for rank, slot in badly.items()}
             failures = stopped or self.failures()
         return RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
 
@@ -389,9 +392,10 @@ class PContext(abc.ABC):
         }
 
     def _failed(self) -> dict[int, Slot]:
-        if not any(slot.failed_by_itself() for slot in self._slots.values()):
+        slots = {rank: slot for rank, slot in self._slots.items() if not slot.has_agreed(self.agreed_code)}
+        if not any(slot.failed_by_itself() for slot in slots.values()):
             return {}
-        return {rank: slot for rank, slot in self._slots.items() if slot.failed_by_itself() or slot.has_raised()}
+        return {rank: slot for rank, slot in slots.items() if slot.failed_by_itself() or slot.has_raised()}
 
     def _failure(self, slot: Slot) -> ProcessFailure:
         assert slot.pid is not None
@@ -408,7 +412,7 @@ class PContext(abc.ABC):
         # that has raised is about to end with 1.
         exitcode = int(slot.has_raised()) if slot.exitcode is None else slot.exitcode
         known = Failure(
-            rank=_global_rank(rank, self.envs[rank]), timestamp=timestamp or 0, order=slot.order, evidence=evidence
+            rank=global_rank(rank, self.envs[rank]), timestamp=timestamp or 0, order=slot.order, evidence=evidence
         )
         return ProcessFailure(rank, slot.pid, exitcode, self.error_files.get(rank, ""), known)
 
@@ -513,9 +517,3 @@ class SubprocessContext(PContext):
 def host_name() -> str:
     """Of this host, as a label. In a container the machine has another name than the container."""
     return os.environ.get("HOLDFAST_HOST_NAME") or os.uname().nodename.partition(".")[0]
-
-
-def _global_rank(local_rank: int, env: dict[str, str]) -> int:
-    """The rank in the run; a program that starts processes itself may have given none."""
-    text = env.get("RANK", "")
-    return int(text) if text.isdecimal() else local_rank

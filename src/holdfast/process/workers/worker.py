@@ -158,6 +158,10 @@ class Slot:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, number)
 
+    def has_agreed(self, code: int | None) -> bool:
+        """Whether it has ended with that code, which is no failure."""
+        return self.exitcode is not None and self.exitcode == code and not self.blamed.note
+
     def failed_by_itself(self) -> bool:
         if self.pid is None or (self.exitcode is None and not self.blamed.hang):
             return False
@@ -231,3 +235,9 @@ class Slot:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+
+def global_rank(local_rank: int, env: dict[str, str]) -> int:
+    """The rank in the run; a program that starts processes itself may have given none."""
+    text = env.get("RANK", "")
+    return int(text) if text.isdecimal() else local_rank

@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         elif isinstance(message, protocol.Hello) and self._hello is None:
             self._meet(message)
         elif isinstance(message, protocol.Introduction) and self._hello is not None:
-            self._admit(message, self._hello.run_id)
+            self._admit(message, self._hello)
         else:
             self.refuse(f"sent {type(message).__name__} where a hello was expected")
 
@@ -231,15 +231,15 @@ class Connection(asyncio.Protocol):
             self._frames.seal(*keys.connection_keys(key, nonces, hello.run_id, hello.endpoint))
             self.send(protocol.Proved())
 
-    def _admit(self, introduction: protocol.Introduction, run_id: str) -> None:
+    def _admit(self, introduction: protocol.Introduction, hello: protocol.Hello) -> None:
         """The client has proved the token, if there is one, so it may be told which run is served here."""
-        admitted = self._server.admit(introduction, run_id, is_proved=self._server.token is not None)
+        admitted = self._server.admit(introduction, hello.run_id, is_proved=self._server.token is not None)
         if isinstance(admitted, protocol.Denied):
             self.deny(admitted)
             return
         self._frames.expect(frames.UPWARD)
         self.run, self.node_id = admitted, introduction.node_id
-        admitted.opened(self, introduction)
+        admitted.opened(self, introduction, hello.minor)
 
     def deny(self, denied: protocol.Denied) -> None:
         self.send(denied)

@@ -1,7 +1,7 @@
 """What people ask about one run: how it stands, what its agents say, and to end it.
 
-    who may ask                           for the status      what agents read (logs, stacks)     to end the run
-                                                              and the evidence in the outcome
+    who may ask                           for the status      what agents read (logs, stacks)     to end the run, or
+                                                              and the evidence in the outcome     to give notice
     a visitor that has proved the token   yes                 yes                                 yes
     a visitor, if there is no token       yes                 no                                  no
     a member, on its connection           yes                 yes                                 yes, with `Close`
@@ -31,7 +31,8 @@ import msgspec
 
 from holdfast.frozen import changed
 from holdfast.rendezvous.coordinator.limits import Bucket, Limits
-from holdfast.rendezvous.membership import model, protocol, run_status
+from holdfast.rendezvous.membership import model, notices, protocol, run_status
+from holdfast.rendezvous.membership.notice_records import LONGEST_NOTICE_S
 from holdfast.rendezvous.membership.run import Access
 from holdfast.telemetry.status import plain
 
@@ -86,10 +87,12 @@ class Queries:
             client.send(protocol.Answer(query.number, _encoded({"result": {"time": time.time()}})))
         elif command == "stop":
             problem = self._stop(client, query, request)
+        elif command == "notice":
+            problem = self._notice(client, query, request)
         elif command == "outcome":
             self._await_outcome(client, query)
         else:
-            problem = "a coordinator answers to: status, clock, outcome, stop"
+            problem = "a coordinator answers to: status, clock, outcome, notice, stop"
         if problem:
             client.send(protocol.Answer(query.number, _encoded({"error": problem})))
 
@@ -129,6 +132,29 @@ class Queries:
         outcome = self._run.membership.outcome
         ended = outcome.reason if outcome else reason
         client.send(protocol.Answer(query.number, _encoded({"result": {"scope": "run", "nodes": told, "end": ended}})))
+        return ""
+
+    def _notice(self, client: Connection, query: protocol.Query, request: dict[str, Any]) -> str:
+        """For the nodes that are named, or for the whole run."""
+        if not self._may_act(client):
+            return "this run has no token, so only its own nodes can give notice; use `holdfast notice` on a host of it"
+        run, left_s, names = self._run.membership, request.get("in_s"), request.get("nodes")
+        if left_s is not None and (type(left_s) not in (int, float) or not 0 <= left_s <= LONGEST_NOTICE_S):
+            return "in_s is no time within a day"
+        if names is not None and not isinstance(names, list):
+            return "nodes is no list of names"
+        if run.outcome is not None:
+            return f"the run has ended: {run.outcome.reason}"
+        ranks, found = run.world.ranks if run.world is not None else {}, dict[str, None]()
+        for name in map(str, names or ()):
+            if not (matching := notices.matching(name, run.nodes.values(), ranks)):
+                return f"no node of this run is called {name[:100]!r}; `holdfast status` lists them"
+            found |= dict.fromkeys(matching)
+        reason = str(request.get("reason") or "")[:_REASON_LIMIT]
+        wanted = model.NoticeRequest(None if left_s is None else float(left_s), reason, is_whole_run=not found)
+        self._run.feed(protocol.NoticeRequested(wanted, tuple(found)))
+        told = {"nodes": [*found], "is_whole_run": not found, "node_count": len(found) or len(run.nodes)}
+        client.send(protocol.Answer(query.number, _encoded({"result": told})))
         return ""
 
     # The end.

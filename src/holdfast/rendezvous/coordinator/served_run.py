@@ -105,9 +105,9 @@ class ServedRun:
 
     # What happens on connections.
 
-    def opened(self, connection: Connection, introduction: protocol.Introduction) -> None:
+    def opened(self, connection: Connection, introduction: protocol.Introduction, minor: int) -> None:
         self._connections[connection.number] = connection
-        self.feed(Opened(connection.number, introduction))
+        self.feed(Opened(connection.number, introduction, minor))
 
     def take(self, connection: Connection, message: protocol.ToCoordinator) -> None:
         """A message from a client that has introduced itself."""
@@ -232,6 +232,9 @@ class ServedRun:
                 self._lines.say(f"round {place.round} begins with {plural(place.node_count, 'node')}")
             case model.Stop(round, reason):
                 self._lines.say(f"round {round} is stopped: {shown(reason, _LONGEST_REASON)}")
+            case model.GoingAway(left_s, own_left_s) if told and own_left_s is None:
+                what = "no node goes away" if left_s is None else f"nodes go away in {left_s:.0f} s"
+                self._lines.say(f"to {len(told)} nodes: {what}")
             case model.Notice(text) | model.StandBy(_, text) if told:
                 whom = shown(told[0]) if len(told) == 1 else f"{len(told)} nodes"
                 self._lines.say(f"to {whom}: {shown(text, _LONGEST_REASON)}")

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from holdfast.frozen import changed
 from holdfast.rendezvous.membership import model
-from holdfast.rendezvous.membership.model import Memory, Notice
+from holdfast.rendezvous.membership.model import End, Memory, Notice, Outcome
 from holdfast.rendezvous.membership.protocol import Command, ForgetRun, Join, Return, Tell
+
+SUCCESS = Outcome(End.SUCCEEDED, "all workers have succeeded")
 
 
 class FinishedRun:

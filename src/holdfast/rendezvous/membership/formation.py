@@ -76,12 +76,13 @@ class Formation:
         return [each for each in times if each > now]
 
 
-def too_few(names: list[str], held: list[str], min_nodes: int, join_timeout_s: float) -> str:
+def too_few(names: list[str], held: Iterable[str], settings: Settings) -> str:
     """Why a round was not formed. `held` says which nodes had to wait, and why."""
+    min_nodes = settings.min_nodes
     return (
-        f"only {len(names)} of at least {min_nodes} nodes joined within {join_timeout_s:g} s "
+        f"only {len(names)} of at least {min_nodes} nodes joined within {settings.join_timeout_s:g} s "
         f"({min_nodes - len(names)} missing); joined: {named(names) or 'no node'}"
-    ) + "".join(f"; {words}" for words in held[:_NAMED_AT_MOST])
+    ) + "".join(f"; {words}" for words in [*held][:_NAMED_AT_MOST])
 
 
 def named(names: list[str]) -> str:

@@ -66,6 +66,10 @@ def snapshot_key(token: bytes, run_id: str) -> bytes:
     return _derive(run_token(token, run_id), b"snapshots")
 
 
+def notice_key(token: bytes, run_id: str) -> bytes:
+    return _derive(run_token(token, run_id), b"notices")
+
+
 class Seal:
     """One direction of a connection. Both sides count the frames."""
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from holdfast import escape
 from holdfast.failures.records import Evidence, Failure
 from holdfast.frozen import changed, field, frozen
+from holdfast.rendezvous.membership.notice_records import GoingAway as GoingAway
+from holdfast.rendezvous.membership.notice_records import NoticeRequest as NoticeRequest
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.membership.snapshot_records import MAX_COPIES as MAX_COPIES
 from holdfast.rendezvous.membership.snapshot_records import MAX_HELD as MAX_HELD
@@ -68,7 +70,8 @@ def with_end(
 @frozen
 class Outcome:
     """How a run ended, the same on every node. `cause` is the failure that ended it, `others` are of other nodes.
-    `earlier` says why the rounds before the last one ended, oldest first. `is_final`: do not start the run again."""
+    `earlier` says why the rounds before the last one ended, oldest first. `is_final`: do not start the run again.
+    `is_notice`: the run is CLOSED because nodes go away, as was announced, without which it cannot go on."""
 
     end: End
     reason: wire.Text
@@ -76,11 +79,17 @@ class Outcome:
     others: wire.Failures = ()
     earlier: wire.RoundEnds = ()
     is_final: bool = False
+    is_notice: bool = False
+
+    @property
+    def is_for_good(self) -> bool:
+        """Whether the user has ended the run: another one may not begin under its id at once."""
+        return self.end is End.CLOSED and not self.is_notice
 
     def in_brief(self) -> Outcome:
         """Without the evidence, to be written down."""
         cause = self.cause and changed(self.cause, evidence=Evidence())
-        return Outcome(self.end, self.reason, cause, is_final=self.is_final)
+        return Outcome(self.end, self.reason, cause, is_final=self.is_final, is_notice=self.is_notice)
 
 
 class Admit(StrEnum):
@@ -499,7 +508,7 @@ class CloseRequested:
     reason: str
 
 
-Push = Sealed | StandBy | Stop | Expelled | Refused | Ended | Progress | Notice | Resigned | SnapshotOrder
+Push = Sealed | StandBy | Stop | Expelled | Refused | Ended | Progress | Notice | Resigned | SnapshotOrder | GoingAway
 
 
 def is_loopback(address: str) -> bool:

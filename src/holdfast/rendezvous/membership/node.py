@@ -27,6 +27,7 @@ from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import model, node_lease, protocol
 from holdfast.rendezvous.membership.model import (
     Ended,
+    GoingAway,
     NodeFacts,
     Notice,
     Place,
@@ -41,10 +42,12 @@ from holdfast.rendezvous.membership.model import (
     Stop,
 )
 from holdfast.rendezvous.membership.node_lease import Line, NodeLease
+from holdfast.rendezvous.membership.notice_records import alone
 from holdfast.rendezvous.membership.protocol import (
     Close,
     Failed,
     FromNode,
+    GiveNotice,
     Join,
     Leaving,
     Left,
@@ -117,18 +120,21 @@ class Pushed:
 
 @frozen
 class Welcomed:
-    """There is a connection to a coordinator of this term, which knows of so many rounds and charged restarts."""
+    """There is a connection to a coordinator of this term, which knows of so many rounds and charged restarts. `minor`
+    is the version that it speaks."""
 
     term: int
     last_round: int
     restarts_used: int = 0
+    minor: int = protocol.MINOR
 
 
-AgentEvent = JoinRequested | ReadinessChanged | Failed | Succeeded | SnapshotReport | Leaving | Left | Close | Pushed
+_Reported = Failed | Succeeded | SnapshotReport | Leaving | Left | Close | GiveNotice
+AgentEvent = JoinRequested | ReadinessChanged | _Reported | Pushed
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
-ForAgent = Sealed | StandBy | Stop | PlaceLost | Ended | Refused | Progress | Notice | SnapshotOrder
+ForAgent = Sealed | StandBy | Stop | PlaceLost | Ended | Refused | Progress | Notice | SnapshotOrder | GoingAway
 Command = FromNode | ForAgent | node_lease.Connect | node_lease.SetLease | node_lease.HangUp | node_lease.Locate
 
 
@@ -140,8 +146,9 @@ class Participant:
         self.standing = Standing.OUTSIDE
         self.place: Place | None = None  # While MEMBER, and LEAVING as a member.
         self.term = self._heard_round = self._heard_restarts = 0  # The highest that this node has heard of.
+        self._coordinator_minor = protocol.MINOR
         self._lease = lease
-        self._stage = Stage.RUNNING  # Of `place`.
+        self._stage, self._has_agreed = Stage.RUNNING, False  # Of `place`.
         self._asked_at = 0.0  # When this node said last that it wants a place, or has one.
         # What a join says of the last place: which it was, whether it was lost, and how the round ended for this node.
         self._last_place: Place | None = None
@@ -156,6 +163,7 @@ class Participant:
         self._reported_at = 0.0
         self._has_left = False  # While LEAVING: the workers are gone.
         self._close_reason = ""  # Of the user, to be said on every connection.
+        self._notices = _OwnNotices()
         self._end: Ended | Refused | None = None  # If and only if DONE.
 
     @property
@@ -182,8 +190,8 @@ class Participant:
                 return []
             case Failed():
                 self._failure = event
-            case Succeeded():
-                self._stage = Stage.FINISHED
+            case Succeeded(_, has_agreed):
+                self._stage, self._has_agreed = Stage.FINISHED, has_agreed
             case SnapshotReport():
                 return self._report(event, now)
             case Leaving():
@@ -194,6 +202,8 @@ class Participant:
                 return self._complete_leave(now)
             case Close(reason):
                 self._close_reason = reason
+            case GiveNotice(request):
+                return self._give_notice(request, now)
             case Pushed(message):
                 return self._take(message, now)
             case Welcomed():
@@ -221,7 +231,7 @@ class Participant:
             return [self._end]
         commands = self._step_lease(node_lease.PlaceGivenUp(), now)
         self._stand(Standing.WAITING)
-        self.place, self._stage, self._asked_at = None, Stage.RUNNING, now
+        self.place, self._stage, self._has_agreed, self._asked_at = None, Stage.RUNNING, False, now
         return commands + self._say(self._join_message())
 
     def _join_message(self) -> Join:
@@ -259,6 +269,18 @@ class Participant:
         self._reported_at = now
         return self._say(report)
 
+    def _give_notice(self, request: model.NoticeRequest, now: float) -> list[Command]:
+        """If no coordinator can be told, this node acts alone, and tells the next one."""
+        self._notices.give(request, now)
+        if self.is_connected and self.shares_notices:
+            return [GiveNotice(request)]
+        return [alone(request, self.facts.node_id)] if self.standing is not Standing.DONE else []
+
+    @property
+    def shares_notices(self) -> bool:
+        """Whether the last coordinator that this node spoke to knows of notices."""
+        return self._coordinator_minor >= protocol.NOTICE_MINOR
+
     def _is_in(self, round: int) -> bool:
         return self.standing is Standing.MEMBER and self.place is not None and self.place.round == round
 
@@ -274,11 +296,14 @@ class Participant:
         """Never accept a coordinator that another one has replaced."""
         if welcome.term < self.term:
             return [node_lease.HangUp(), *self._step_lease(node_lease.ConnectFailed(was_refused=False), now)]
-        self.term = welcome.term
+        is_another = welcome.term > self.term
+        self.term, self._coordinator_minor = welcome.term, welcome.minor
         self._heard_round = max(self._heard_round, welcome.last_round)
         self._heard_restarts = max(self._heard_restarts, welcome.restarts_used)
         commands = self._step_lease(node_lease.Connected(), now)
-        return [*self._introduce(now), *commands]
+        notices = self._notices.unheard(now, is_another=is_another) if self.shares_notices else []
+        is_here = self.standing in (Standing.WAITING, Standing.MEMBER, Standing.LEAVING)
+        return [*self._introduce(now), *(map(GiveNotice, notices) if is_here else ()), *commands]
 
     def _take(self, message: protocol.FromCoordinator, now: float) -> list[Command]:
         match message:
@@ -305,6 +330,9 @@ class Participant:
                 return [message]
             case model.KeepFrom(round) | model.Agreed(round) | model.Complete(round):
                 return [message] if self._is_in(round) else []
+            case GoingAway():
+                self._notices.hear(message, now)
+                return [message]
         assert_never(message)
 
     def _sealed(self, sealed: Sealed, now: float) -> list[Command]:
@@ -364,13 +392,40 @@ class Participant:
         if self.standing is Standing.WAITING:
             said.append(self._join_message())
         if self.standing in (Standing.MEMBER, Standing.LEAVING) and self.place is not None:
-            said.append(Return(self.facts, self.settings, self.place, self._stage))
+            said.append(Return(self.facts, self.settings, self.place, self._stage, self._has_agreed))
             said += [each for each in (self._failure, self._reported) if each is not None]
         if self.standing in (Standing.LEAVING, Standing.DONE):
             said.append(Left() if self._has_left or self.standing is Standing.DONE else Leaving())
         if self._close_reason:
             said.append(Close(self._close_reason))
         return said
+
+
+class _OwnNotices:
+    """The notices that this node has given or heard of, for a coordinator that does not know them: one that did not get
+    the message, or the next one. Kept by whether they are for the whole run, each with its time."""
+
+    def __init__(self) -> None:
+        self._given: dict[bool, tuple[float, model.NoticeRequest]] = {}  # No push has come since.
+        self._heard: dict[bool, tuple[float, model.NoticeRequest]] = {}
+
+    def give(self, request: model.NoticeRequest, now: float) -> None:
+        self._given[request.is_whole_run] = (now + (request.left_s or 0.0), request)
+
+    def hear(self, going: GoingAway, now: float) -> None:
+        self._given.clear()
+        self._heard.clear()
+        if going.own_left_s is not None:
+            request = model.NoticeRequest(going.own_left_s, going.reason, going.is_whole_run)
+            self._heard[going.is_whole_run] = (now + going.own_left_s, request)
+
+    def unheard(self, now: float, *, is_another: bool) -> list[model.NoticeRequest]:
+        """On a new connection. `is_another`: to a coordinator that was not there before."""
+        known = {**(self._heard if is_another else {}), **self._given}
+        return [
+            replace(request, left_s=None if request.left_s is None else max(0.0, at - now))
+            for at, request in known.values()
+        ]
 
 
 def _answers(report: SnapshotReport) -> tuple[int | None, ...]:

@@ -76,6 +76,10 @@ class NodeTable(dict[str, Node]):
     def open_keys(self) -> tuple[str, ...]:
         return tuple(key for key, node in self.items() if node.is_open)
 
+    def ids_of(self, key: str) -> tuple[str, ...]:
+        """The id of that node, if it is here."""
+        return (self[key].facts.node_id,) if key in self else ()
+
     def waiting_keys(self) -> tuple[str, ...]:
         return tuple(sorted(self.waiting))
 

@@ -43,9 +43,9 @@ from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.failures.records import HANG, Failure
-from holdfast.rendezvous.membership import model, protocol, restart_policy, snapshots
+from holdfast.rendezvous.membership import invariants, model, protocol, restart_policy, snapshots
 from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
-from holdfast.rendezvous.membership.finished import FinishedRun, Linger, finished_in
+from holdfast.rendezvous.membership.finished import SUCCESS, FinishedRun, Linger, finished_in
 from holdfast.rendezvous.membership.formation import Formation, arrange, named, too_few
 from holdfast.rendezvous.membership.losses import Losses
 from holdfast.rendezvous.membership.model import (
@@ -61,6 +61,7 @@ from holdfast.rendezvous.membership.model import (
     World,
 )
 from holdfast.rendezvous.membership.nodes import Node, NodeTable, Refusals, rejection_of
+from holdfast.rendezvous.membership.notices import SAVED, Notices
 from holdfast.rendezvous.membership.protocol import Command, Event, Expel, From, Join, Remember, Return, Tell
 from holdfast.rendezvous.membership.round import Past, Round
 from holdfast.telemetry.history import History
@@ -97,6 +98,7 @@ class Membership:
         self._losses = Losses(now, past)  # Restarts after lost nodes, and losses of each host.
         self._has_lost_nodes = False  # Since this coordinator began: they may come back, even when the run has ended.
         self._steps = AgreedSteps(now)  # While RUNNING: what the members are asked to keep.
+        self.notices = Notices()  # Nodes that go away at a known time.
         self._linger = Linger()  # While ENDED: who has yet to hear of it.
         self.refusals = Refusals(now)  # Of nodes that cannot take part.
         self.history = History(now, is_whole=memory is None).enter(self.phase.lower(), now)
@@ -124,6 +126,7 @@ class Membership:
         silent = self.nodes.most_silent()  # All leases are equally long, so the next one to end is its.
         lease_ends = self._lease_ends(silent) if silent else None
         candidates = [self.nodes.next_drop_at(), self.nodes.next_release_at(), self._formation.report_at, lease_ends]
+        candidates.append(self.notices.tell_at)
         if self._round is not None:
             candidates += [self._round.returns_until, self._round.stop_by, self._round.admit_at]
         if self.phase is Phase.FORMING and self.settings is not None:
@@ -168,6 +171,8 @@ class Membership:
                 return []
             case model.CloseRequested(reason):
                 return [] if self.phase is Phase.ENDED else self._end(Outcome(End.CLOSED, reason))
+            case protocol.NoticeRequested(request, node_ids):
+                return [] if self.phase is Phase.ENDED else self.notices.take(request, node_ids, now)
             case protocol.TimePassed():
                 return self._lose_overdue(now)
         assert_never(event)
@@ -184,10 +189,12 @@ class Membership:
                 return self._returned(message, now)
             case protocol.Failed(round, failure):
                 return self._failed(key, round, failure)
-            case protocol.Succeeded(round):
+            case protocol.Succeeded(round, has_agreed):
                 if self._is_current(key, round):
-                    self._finish(self.nodes[key])
+                    self._finish(self.nodes[key], has_agreed)
                 return []
+            case protocol.GiveNotice(request):
+                return self._react(protocol.NoticeRequested(request, self.nodes.ids_of(key)), now)
             case protocol.SnapshotReport(round, steps):
                 return self._saved(key, round, steps, now)
             case protocol.Leaving():
@@ -241,6 +248,7 @@ class Membership:
         held_until = self._losses.held_until(join, self._past.order, now)
         node = self.nodes.add(facts, Stage.WAITING, now, held_until, join.unready)
         node.snapshots = join.held
+        commands += self.notices.known_by((facts.key,), self.nodes, now)
         if facts.key in self.nodes.held or join.unready or (self.phase is Phase.RUNNING and join.unready is not None):
             return commands + self._hold([facts.key])
         return commands + (self._stand_by((facts.key,)) if self.phase is Phase.RUNNING else [])
@@ -261,12 +269,10 @@ class Membership:
             return self._stop(f"{name} has left the round", departed=join.facts)
         return self._stop(join.stop.reason, is_failure=join.stop.is_failure, is_hang=join.stop.is_hang)
 
-    def _learn_the_past(
-        self, last: Place | None, heard_round: int, now: float, heard_restarts: int = 0
-    ) -> list[Command]:
+    def _learn_the_past(self, last: Place | None, heard_round: int, now: float, restarts: int = 0) -> list[Command]:
         """What a node knows of earlier rounds. If that is more than the memory does, the memory was lost; what is
         learned is written down, so that the next coordinator knows it, too."""
-        self._budget.used = max(self._budget.used, last.restarts_used if last is not None else 0, heard_restarts)
+        self._budget.used = max(self._budget.used, last.restarts_used if last is not None else 0, restarts)
         knows_more = self._past.learn(last, heard_round > self.round)
         self.round = max(self.round, heard_round, last.round if last is not None else 0)
         commands: list[Command] = []
@@ -293,8 +299,9 @@ class Membership:
             return [*commands, Expel(facts.key, f"its place in round {place.round} was given away")]
         self.nodes.reopen(node, now)
         if back.stage is Stage.FINISHED:
-            self._finish(node)
+            self._finish(node, back.has_agreed)
         orders = self._steps.repeated() if self.phase is Phase.RUNNING else ()
+        commands += self.notices.known_by((facts.key,), self.nodes, now)
         return [*commands, *self._stop_again(facts.key), *(Tell((facts.key,), each) for each in orders)]
 
     def _stop_again(self, key: str) -> list[Command]:
@@ -315,9 +322,10 @@ class Membership:
         self._present.report(key, failure)
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
 
-    def _finish(self, node: Node) -> None:
+    def _finish(self, node: Node, has_agreed: bool) -> None:
         if node.stage is Stage.RUNNING:
             node.stage = Stage.FINISHED
+            self._present.has_agreed |= has_agreed
             self._present.owing.discard(node.key)
             self._present.unfinished.discard(node.key)
 
@@ -387,7 +395,8 @@ class Membership:
         if node is None:
             return []
         self.nodes.remove(key)
-        is_lost = how != "left" and node.stage is not Stage.LEAVING
+        was_announced = self.notices.take_away(node, self)
+        is_lost = how != "left" and node.stage is not Stage.LEAVING and not was_announced
         if is_lost:
             self._losses.lose(node.facts.host, self.round, self._now)
         if not self._owes(key):
@@ -433,7 +442,7 @@ class Membership:
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""
-        if not self._present.is_time_to_admit(len(self.nodes.waiting), self._agreed, now):
+        if not self._present.is_time_to_admit(self.notices.waiting_count(self.nodes), self._agreed, now):
             return []
         newcomers = [facts.node_id for facts in self._ready(now)]
         if not self._present.is_time_to_admit(len(newcomers), self._agreed, now):
@@ -443,7 +452,7 @@ class Membership:
     def _stand_by(self, keys: tuple[str, ...], *, are_new: bool = True) -> list[Command]:
         """Also so that nodes without a place know of the round, should the coordinator lose its memory. Newcomers for
         which the round is stopped at once hear of the next one."""
-        left_s = self._present.admitted_in_s(len(self.nodes.waiting), self._agreed, self._now)
+        left_s = self._present.admitted_in_s(self.notices.waiting_count(self.nodes), self._agreed, self._now)
         is_told = keys and not (are_new and left_s == 0.0)
         return [Tell(keys, self._present.stand_by(left_s))] if is_told else []
 
@@ -456,9 +465,9 @@ class Membership:
     def _advance(self, now: float) -> list[Command]:
         """What is due now that the event has been taken in."""
         freed = self.nodes.release(now)
-        commands = self._stand_by(freed) if self.phase is Phase.RUNNING else []
+        commands = self.notices.tell(self.nodes, now) + (self._stand_by(freed) if self.phase is Phase.RUNNING else [])
         if self.phase is Phase.RUNNING and self._present.has_succeeded:
-            commands += self._end(Outcome(End.SUCCEEDED, "all workers have succeeded"))
+            commands += self._stop(SAVED) if self._present.has_agreed else self._end(SUCCESS)
         if self.phase is Phase.RUNNING:
             commands += self._maybe_admit(now)
         if self.phase is Phase.STOPPING and self._present.is_accounted_for:
@@ -496,16 +505,17 @@ class Membership:
         return [*([Remember(self._memory(now))] if must_write else []), *told]
 
     def _form(self, now: float) -> list[Command]:
+        if (outcome := self.notices.outcome(self, now)) is not None:
+            return self._end(outcome)
         if not self.nodes or self.settings is None:
             self._formation.reset()
             return []
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
-        waiting = len(self.nodes.waiting)
+        waiting = self.notices.waiting_count(self.nodes)
         self._formation.count(waiting, self.settings, now)
         is_hopeless = self.nodes.hopeful < self.settings.min_nodes
         if is_hopeless and self._formation.has_timed_out(self.settings, now):
-            names, held = self.nodes.names_waiting(), [*self._losses.words(self.nodes, now).values()]
-            missing = too_few(names, held, self.settings.min_nodes, self.settings.join_timeout_s)
+            missing = too_few(self.nodes.names_waiting(), self._losses.words(self.nodes, now).values(), self.settings)
             return self._end(Outcome(End.FAILED, missing, earlier=self._past.earlier))
         if self._is_time_to_seal(waiting, now) and self._is_time_to_seal(len(ready := self._ready(now)), now):
             return self._seal(ready, now)
@@ -513,12 +523,12 @@ class Membership:
         return [Tell(self.nodes.waiting_keys(), progress)] if progress is not None and waiting else []
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        known = len(self.nodes) - self.nodes.out_beyond(now + self._agreed.last_call_s)
+        known = len(self.notices.staying(self.nodes.values())) - self.nodes.out_beyond(now + self._agreed.last_call_s)
         return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""
-        return [node.facts for node in self.nodes.waiting_in_order() if not node.is_silent(self._agreed, now)]
+        return [node.facts for node in self.notices.waiting(self.nodes) if not node.is_silent(self._agreed, now)]
 
     def _seal(self, ready: list[NodeFacts], now: float) -> list[Command]:
         members = arrange(self._past.ranks, ready, self._agreed.max_nodes)
@@ -530,7 +540,8 @@ class Membership:
         for key in world.keys:
             self.nodes[key].stage = Stage.RUNNING
             self.nodes.waiting.discard(key)
-        told = [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
+        told = self.notices.seal(world.keys, self.nodes, now)
+        told += [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
         waiting, held = self.nodes.waiting_keys(), sorted({*self.nodes.held, *self.nodes.unready})
         return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
 
@@ -542,7 +553,7 @@ class Membership:
         self.outcome, keys = outcome, self.nodes.open_keys()
         size = self.world.size if self.world is not None else len(self._past.ranks)
         had_room = self.settings is not None and 0 < size < self.settings.max_nodes
-        self._linger.may_more_come = outcome.end is End.CLOSED or self._has_lost_nodes or had_room
+        self._linger.may_more_come = outcome.is_for_good or self._has_lost_nodes or had_room
         return [Remember(self._memory(self._now)), *([Tell(keys, model.Ended(outcome))] if keys else [])]
 
     def _memory(self, now: float) -> Memory:
@@ -555,14 +566,4 @@ class Membership:
 
     def check(self) -> None:
         """The invariants; tests and the simulator call this after every step."""
-        round = self._round
-        assert (self.phase in (Phase.RUNNING, Phase.STOPPING)) <= (round is not None)
-        assert (self.phase is Phase.ENDED) == (self.outcome is not None)
-        assert round is None or round.returns_until is None or round.world.missing > 0
-        self.nodes.check()
-        self.history.check(self._now)
-        if self.phase is not Phase.ENDED:
-            assert round is None or all(key in round.world.ranks and key in self.nodes for key in round.owing)
-        if self.settings and self.world:
-            assert self.settings.min_nodes <= self.world.size <= self.settings.max_nodes
-            assert self.settings.policy.window_s is not None or self.restarts_used <= self.settings.policy.max_restarts
+        invariants.check(self)

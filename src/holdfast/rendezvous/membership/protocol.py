@@ -19,7 +19,7 @@ from msgspec import Meta
 from holdfast import escape, wire_types
 from holdfast.failures import records
 from holdfast.failures.records import Evidence, Failure, Folded
-from holdfast.rendezvous.membership import model, restart_policy
+from holdfast.rendezvous.membership import model, notice_records, restart_policy
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
 from holdfast.rendezvous.membership.restart_policy import Advance
 from holdfast.telemetry import stragglers
@@ -30,7 +30,8 @@ from holdfast.wire_types import Name as Name
 
 T = TypeVar("T")
 
-MAJOR, MINOR = 4, 1
+MAJOR, MINOR = 4, 2
+NOTICE_MINOR = 2  # From here on a peer knows `GiveNotice` and `GoingAway`.
 MAX_TEXT = 1 << 14
 MAX_ROLE = 128
 MAX_STORE_KEYS = 1 << 14  # Of one request.
@@ -75,6 +76,7 @@ Sources = Annotated[tuple[model.Source, ...], Meta(max_length=model.MAX_SOURCES)
 SavedOrder = tuple[Count, Count, Count]  # Term, round and step of a snapshot.
 Copies = Annotated[int, Meta(ge=0, le=model.MAX_COPIES)]
 CopyTo = Annotated[tuple[tuple[Name, Port], ...], Meta(max_length=model.MAX_COPIES)]
+GoingNodes = Annotated[tuple[Name, ...], Meta(max_length=notice_records.MAX_GOING)]
 HostAges = Annotated[tuple[tuple[Name, FewAges], ...], Meta(max_length=model.MAX_LOST_HOSTS)]
 
 # The records that are on the wire were defined before these types.
@@ -193,12 +195,13 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):
-    """A node is connected again and has not given up its place."""
+    """A node is connected again and has not given up its place. `has_agreed`: that of `Succeeded`."""
 
     facts: NodeFacts
     settings: Settings
     place: Place
     stage: Stage
+    has_agreed: bool = False
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -211,7 +214,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Succeeded(msgspec.Struct, frozen=True, tag=True):
+    """The workers have ended. `has_agreed`: they are not done, but have saved their state because of a notice."""
+
     round: Count
+    has_agreed: bool = False
+
+
+class GiveNotice(msgspec.Struct, frozen=True, tag=True):
+    """The node goes away, or the whole run does; or it stays after all."""
+
+    request: model.NoticeRequest
 
 
 class SnapshotReport(msgspec.Struct, frozen=True, tag=True):
@@ -251,7 +263,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     body: Annotated[bytes, Meta(max_length=MAX_ANSWER_BYTES)]
 
 
-FromNode = Join | Return | Heartbeat | Failed | Succeeded | SnapshotReport | Leaving | Left | Close
+FromNode = Join | Return | Heartbeat | Failed | Succeeded | SnapshotReport | Leaving | Left | Close | GiveNotice
 ToCoordinator = FromNode | StoreRequest | Query | Answer
 
 
@@ -366,7 +378,14 @@ class TimePassed(msgspec.Struct, frozen=True):
     """The deadline that `next_deadline` named has come."""
 
 
-Event = From | ConnectionClosed | model.CloseRequested | TimePassed
+class NoticeRequested(msgspec.Struct, frozen=True):
+    """A peer that has proved the token, or a member, gives notice for nodes of the run."""
+
+    request: model.NoticeRequest
+    node_ids: tuple[str, ...] = ()
+
+
+Event = From | ConnectionClosed | model.CloseRequested | NoticeRequested | TimePassed
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -398,10 +417,12 @@ Command = Tell | Remember | Expel | ForgetRun
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A client has proved itself on a new connection. Later connections have higher numbers."""
+    """A client has proved itself on a new connection. Later connections have higher numbers. `minor` is the version
+    that it speaks."""
 
     conn: int
     introduction: Introduction
+    minor: int = MINOR
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -422,7 +443,7 @@ class TermRaised(msgspec.Struct, frozen=True):
     term: int
 
 
-RunEvent = Opened | Received | Closed | TermRaised | model.CloseRequested | TimePassed
+RunEvent = Opened | Received | Closed | TermRaised | model.CloseRequested | NoticeRequested | TimePassed
 
 Sends = list[tuple[tuple[int, ...], ToClient]]  # Connections, and the message for all of them.
 
@@ -455,7 +476,7 @@ Step = tuple[float, type, str, tuple[type, ...], int]
 
 def brief(event: Event, commands: list[Command], now: float) -> Step:
     kind = type(event.message) if isinstance(event, From) else type(event)
-    key = "" if isinstance(event, TimePassed | model.CloseRequested) else event.key
+    key = "" if isinstance(event, TimePassed | model.CloseRequested | NoticeRequested) else event.key
     return now, kind, key, tuple([_kind_of(each) for each in commands[:_TOLD_AT_MOST]]), len(commands)
 
 

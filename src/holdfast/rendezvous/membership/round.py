@@ -50,6 +50,7 @@ class Round:
         self.unfinished = set(world.keys)  # Members whose workers have not succeeded; those that failed stay here.
         self.failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
         self.departed: dict[str, str] = {}  # Members that went away, and how. "" stands for unknown ones.
+        self.has_agreed = False  # Workers have ended because of a notice, and are not done.
         self.has_lost_node = False  # At least one of `departed` went without a word.
         self.peers: tuple[Folded, ...] = ()  # Where workers were when others had failed, as far as nodes say.
         self.idle_s: float | None = None  # How long before the stop the last progress was, as far as nodes say.
@@ -98,6 +99,8 @@ class Round:
         """A second time with the evidence; the order of arrival stays. Of many, the first are kept, and the first that
         is not the consequence of another one: it is the cause, however late it comes."""
         speaks_for_itself = not failure.is_consequence and all(each.is_consequence for each in self.failures.values())
+        if self.has_agreed:
+            self.departed.setdefault("", "workers of other nodes had ended after a notice")
         if key in self.failures or len(self.failures) <= MAX_OTHER_FAILURES or speaks_for_itself:
             self.failures[key] = failure
 

@@ -68,12 +68,13 @@ class Access(StrEnum):
 
 
 class _Peer:
-    """One connection. `key` is the incarnation that joined or returned on it, `secret` the hash of its secret."""
+    """One connection. `key` is the incarnation that joined or returned on it, `secret` the hash of its secret, `minor`
+    the version that it speaks."""
 
-    __slots__ = ("introduction", "key", "secret")
+    __slots__ = ("introduction", "key", "minor", "secret")
 
-    def __init__(self, introduction: Introduction) -> None:
-        self.introduction = introduction
+    def __init__(self, introduction: Introduction, minor: int) -> None:
+        self.introduction, self.minor = introduction, minor
         self.key = ""
         self.secret = keys.hash_of_secret(introduction.secret)
 
@@ -166,8 +167,8 @@ class Run:
             case Received(conn, message):
                 if conn in self._peers:
                     self._received(conn, self._peers[conn], message, now, ready)
-            case Opened(conn, introduction):
-                self._opened(conn, introduction, ready)
+            case Opened(conn, introduction, minor):
+                self._opened(conn, introduction, minor, ready)
             case Closed(conn, by_peer):
                 self._closed(conn, by_peer, now, ready)
             case TermRaised(term):
@@ -175,7 +176,7 @@ class Run:
                 for conn in self._unwelcome:
                     self._welcome(conn, ready)
                 self._unwelcome.clear()
-            case model.CloseRequested() | protocol.TimePassed():
+            case model.CloseRequested() | protocol.NoticeRequested() | protocol.TimePassed():
                 self._pass_on(event, now, ready)
             case _:
                 assert_never(event)
@@ -191,8 +192,8 @@ class Run:
 
     # Connections.
 
-    def _opened(self, conn: int, introduction: Introduction, ready: Ready) -> None:
-        peer = self._peers[conn] = _Peer(introduction)
+    def _opened(self, conn: int, introduction: Introduction, minor: int, ready: Ready) -> None:
+        peer = self._peers[conn] = _Peer(introduction, minor)
         if not introduction.is_visitor:
             self._clients += 1
             self._alone_at = None
@@ -322,6 +323,8 @@ class Run:
             match command:
                 case Tell(told, message):
                     conns = self._conns_of(told, asking)
+                    if isinstance(message, model.GoingAway):  # A node of an older version does not know it.
+                        conns = tuple(each for each in conns if self._peers[each].minor >= protocol.NOTICE_MINOR)
                     ready.tell(conns, message)
                     if isinstance(message, model.Refused):
                         ready.close += [(conn, f"is refused: {message.reason}") for conn in conns]

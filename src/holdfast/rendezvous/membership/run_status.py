@@ -16,7 +16,7 @@ from holdfast.rendezvous.membership.model import Phase, Stage
 from holdfast.rendezvous.membership.nodes import Node
 from holdfast.rendezvous.membership.phases import Membership
 from holdfast.telemetry.history import HistoryStatus
-from holdfast.telemetry.status import HeldNode, NodeStatus, Refusal, RunStatus, StoryLine
+from holdfast.telemetry.status import HeldNode, NodeStatus, NoticeStatus, Refusal, RunStatus, StoryLine
 from holdfast.text import plural
 
 PAGE_NODES = 256
@@ -69,7 +69,16 @@ def run_status(
         end=outcome.end.lower() if outcome else None,
         end_reason=escape.cut(outcome.reason, _TEXT_LIMIT) if outcome else None,
         history=run.history.told(now) if first == 0 else HistoryStatus(),
+        notice=_notice(run, now),
     )
+
+
+def _notice(run: Membership, now: float) -> NoticeStatus | None:
+    going = run.notices.known(run.nodes, now)
+    if going.left_s is None or run.outcome is not None:
+        return None
+    known = (round(going.left_s, 3), None, going.is_whole_run, going.nodes, going.node_count)
+    return NoticeStatus(*known, escape.cut(going.reason, _TEXT_LIMIT))
 
 
 def _story(run: Membership, now: float) -> Iterator[StoryLine]:
@@ -107,6 +116,7 @@ def _nodes(run: Membership, shown: list[str], now: float) -> Iterator[NodeStatus
             node.stage.lower(),
             node.is_open,
             _ago_s(node.heard_at, now),
+            run.notices.left_s_of(facts.node_id, now),
         )
 
 
