@@ -8,7 +8,7 @@ SEEDS  ?= 10000
 JOBS   ?= 2
 PYTEST ?= $(BIN)/pytest
 COUNT  ?= 60
-SECONDS ?= 900
+SECONDS ?= 450
 
 .PHONY: demo test test-all sim chaos frost mutate check coverage docs bench dist lowest pythons lock clean
 
@@ -20,15 +20,16 @@ test: $(VENV)/.test
 	$(PYTEST) -n 5 --dist worksteal $(TESTS)
 
 # What `test` runs, and what takes long or needs more than Python packages: ssh servers, a Slurm cluster, a Ray cluster, a
-# browser (chromium), the benchmarks, long jobs of torch, a Prometheus server, a terminal (tmux). A tool that is missing here is a failure.
+# browser (chromium), the benchmarks, the documentation site, long jobs of torch, a Prometheus server, a terminal (tmux). A tool that is missing here is a failure.
 test-all: export HOLDFAST_TEST_ALL = 1
-test-all: $(VENV)/.tools test
+test-all: $(VENV)/.tools $(VENV)/.docs test
 
 # Runs that never were, every other one on etcd, with faults drawn from a seed; one that fails says how to see it again.
 sim: $(VENV)/.test
 	$(BIN)/python -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
 
-# Half an hour of faults on real agents in namespaces, on tcp and on etcd (docs/chaos.md). SEED=7 for a certain one.
+# Half an hour of faults on real agents in namespaces, on tcp and on etcd, without snapshots and with (docs/chaos.md).
+# SEED=7 for a certain one.
 chaos: $(VENV)/.test $(VENV)/.tools
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(SEED:%=--seed %)
 
@@ -48,12 +49,14 @@ check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/pytest -q tests/test_tidy.py
 
 # docs/cli.md is made from the table of options and the parsers of the commands, the lists of docs/behaviour.md from the
-# tests, docs/verdicts.md from the table of verdicts.
-docs: $(VENV)/.runtime
+# tests, docs/verdicts.md from the table of verdicts; site/ is all of docs/ as a web site, which needs no server.
+docs: $(VENV)/.docs
 	$(BIN)/python docs/make_cli.py > docs/cli.md
 	$(BIN)/python docs/make_behaviour.py
 	$(BIN)/python docs/make_verdicts.py > docs/verdicts.md
 	$(BIN)/python -m docs.make_man > man/holdfast.1
+	$(BIN)/python -m docs.make_environment > docs/environment.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Side by side with torchrun and the bare limit, in about 20 minutes; makes docs/benchmarks.md, its plots and the figures
 # in README. `make bench ONLY=launch` prints one measure.
@@ -69,7 +72,7 @@ lowest pythons: $(VENV)/.dist
 	$(BIN)/python -m tests.dist $@
 
 # What a developer's environment has, to the version. CI installs from it.
-lock: $(VENV)/.test $(VENV)/.check $(VENV)/.dist
+lock: $(VENV)/.test $(VENV)/.check $(VENV)/.dist $(VENV)/.docs
 	$(BIN)/pip list --disable-pip-version-check --format=freeze --exclude-editable --exclude pip --exclude setuptools \
 		| sed 's/+cpu$$//' > requirements-dev.lock
 
@@ -82,7 +85,7 @@ coverage: $(VENV)/.test
 	$(BIN)/coverage report
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -116,6 +119,10 @@ $(VENV)/.tools: Makefile | $(VENV)/bin/python
 
 $(VENV)/.dist: $(VENV)/.runtime
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dist]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.runtime
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.runtime

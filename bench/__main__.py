@@ -68,7 +68,8 @@ MEASURES = (
         "when the step after the failed one is done on all ranks. holdfast has `--preload torch`, and its workers save "
         "a snapshot after each step. torchrun's write a checkpoint after every tenth step with `torch.save`, without "
         "flushing it to the disk, and read it from the page cache. The time of a save is the median of ten, after the "
-        "two that allocate memory, over a copy of the same tensors to memory that is there.",
+        "two that allocate memory, over a copy of the same tensors to memory that is there. The time of a step that "
+        "saves is the median of all steps of a run of two nodes with one worker each, all on this machine.",
     ),
     Measure(
         "kept", "The second start", warm.measure_kept, 5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 
 from bench import plots
@@ -11,6 +12,12 @@ from bench.results import Bound, Results, Row, Section, number
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 PLOTS = "docs/benchmarks"
+# README is also shown where its relative links lead nowhere, as on the page of the package.
+PROJECT = "https://github.com/holdfast-run/holdfast"
+PICTURES = "https://raw.githubusercontent.com/holdfast-run/holdfast/main"
+_KILLED_PLOT = "killed"
+_KILLED_TITLE = "kill -9 of a worker to the end of the next step, 4 workers with torch (s)"
+_KILLED_MIB = 64
 _TOP_PLOT = "restart-torch"
 _TOP_TITLE = "Failure to the first all-reduce after it, 4 workers with torch (ms)"
 _NAMES = {
@@ -36,23 +43,42 @@ def with_figures(readme: str, results: Results) -> str:
 
 
 def readme_block(results: Results) -> str:
-    lines = [BEGIN, *(f"- {line}" for line in headlines(results)), ""]
-    if _TOP_PLOT in plots_of(results):
-        lines += [f"![{_TOP_TITLE}]({PLOTS}/{_TOP_PLOT}.svg)", ""]
-    how = f"Measured on {_where(results)}; all figures, the plots and how to repeat them: [{PLOTS}.md]({PLOTS}.md)."
-    return "\n".join([*lines, how, END])
+    killed = f"next_step.{_KILLED_MIB}", f"steps_again.{_KILLED_MIB}"
+    ours, theirs = ([_value(results, key, side) for key in killed] for side in ("holdfast preload", "torchrun"))
+    lines = [
+        BEGIN,
+        f"**`kill -9` of a worker costs {ours[0]} and {ours[1]} steps; under torchrun {theirs[0]} and {theirs[1]} "
+        "steps.**",
+        "",
+    ]
+    if _KILLED_PLOT in plots_of(results):
+        lines += [f"![{_KILLED_TITLE}]({PICTURES}/{PLOTS}/{_KILLED_PLOT}.svg)", ""]
+    lines += [
+        f"Four torch workers with {_KILLED_MIB} MiB of state each. holdfast: `--preload torch` and a snapshot in "
+        "memory after each step. torchrun: a checkpoint on disk after every tenth step, the kill in step 15.",
+        f"Four trivial workers start and end in {_value(results, 'launch.4')} (torchrun "
+        f"{_value(results, 'launch.4', 'torchrun')}). 64 nodes agree on a world in {_value(results, 'rendezvous.64')} "
+        f"(c10d {_value(results, 'rendezvous.64', 'torchrun')}). The agent and its spawner hold "
+        f"{_value(results, 'memory.all_rss')} (torchrun {_value(results, 'memory.all_rss', 'torchrun')}).",
+        f"Measured on {_where(results)}. [All figures, and how to repeat them]({PROJECT}/blob/main/{PLOTS}.md).",
+        END,
+    ]
+    return "\n".join(lines)
 
 
 # --- the top --------------------------------------------------------------------------------------------------------
 
 
+def _value(results: Results, key: str, side: str = "holdfast") -> str:
+    row = results.row(key)
+    value = row.median(side) if row else None
+    return f"{number(value)} {row.unit}".strip() if row and value is not None else "(not measured)"
+
+
 def headlines(results: Results) -> list[str]:
     """The four most telling lines."""
 
-    def of(key: str, side: str = "holdfast") -> str:
-        row = results.row(key)
-        value = row.median(side) if row else None
-        return f"{number(value)} {row.unit}" if row and value is not None else "(not measured)"
+    of = partial(_value, results)
 
     launch = results.row("launch.4")
     ratio = launch.ratio() if launch else None
@@ -181,7 +207,7 @@ def _side(row: Row, side: str) -> str:
 
 # --- plots ----------------------------------------------------------------------------------------------------------
 
-_PLOTS_OF = {"torch": ("restart-torch", "memory"), "restart": ("restart",)}
+_PLOTS_OF = {"snapshots": (_KILLED_PLOT,), "torch": ("restart-torch", "memory"), "restart": ("restart",)}
 
 
 def _image(name: str, title: str) -> str:
@@ -199,4 +225,17 @@ def plots_of(results: Results) -> dict[str, str]:
         of_sides = results.breakdowns().get(key, {})
         if bars := {side: of_sides[side] for side in reversed(_ORDER) if of_sides.get(side)}:
             found[name] = plots.stacked_bars(title, bars, unit)
+    if killed := _killed_bars(results):
+        found[_KILLED_PLOT] = plots.stacked_bars(_KILLED_TITLE, killed, "s")
+    return found
+
+
+def _killed_bars(results: Results) -> dict[str, dict[str, float]]:
+    """Seconds of each side, with the steps that it computes again in its name."""
+    seconds, steps = results.row(f"next_step.{_KILLED_MIB}"), results.row(f"steps_again.{_KILLED_MIB}")
+    found = {}
+    for side in ("torchrun", "holdfast preload"):
+        if seconds and steps and (took_s := seconds.median(side)) is not None:
+            name = f"{side.partition(' ')[0]}, {number(steps.median(side) or 0.0)} steps lost"
+            found[name] = {"seconds": took_s}
     return found

@@ -26,10 +26,11 @@ def stacked_bars(title: str, bars: Mapping[str, Mapping[str, float]], unit: str)
     """One horizontal bar for each name, made of parts in the order of the first bar that has them."""
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     colours = {part: _PHASES[index % len(_PHASES)] for index, part in enumerate(parts)}
-    left, right, top, step, thick = 140.0, 100.0, 74.0, 46.0, 30.0
+    left = max(140.0, 30 + 6.8 * max(map(len, bars), default=0))
+    right, top, step, thick = 100.0, 74.0 if len(parts) > 1 else 46.0, 46.0, 30.0
     longest = max((sum(bar.values()) for bar in bars.values()), default=0.0) or 1.0
     scale = (WIDTH - left - right) / longest
-    drawn = [_text(16, 26, title, "title"), *_legend(colours, 50)]
+    drawn = [_text(16, 26, title, "title"), *(_legend(colours, 50) if len(parts) > 1 else [])]
     for index, (name, bar) in enumerate(bars.items()):
         y, x = top + index * step, left
         drawn.append(_text(left - 10, y + thick / 2 + 5, name, anchor="end"))

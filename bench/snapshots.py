@@ -6,13 +6,17 @@ rank: the restart, what is read back, and the steps that are computed again.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from bench.results import Bound, of_each, row
 from bench.sides import NS_PER_S, PRELOAD, TORCHRUN, Side, environment, marks_of_workers, started
 from bench.turns import Turns
+from tests.support import free_port
 
 NPROC = 4
 RESTART_LIMIT_S = 100.0
@@ -49,6 +53,33 @@ print(sorted(saved / copied for saved, copied in pairs)[len(pairs) // 2])
 """
 
 
+# In one worker of each of two nodes, with the size in MiB and the number of steps: the median time of a step that
+# computes, adds up over both and saves.
+_STEPS = """
+import sys, time
+import torch
+import torch.distributed as dist
+import holdfast
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+state = {str(each): torch.rand((int(sys.argv[1]) << 20) // 64) for each in range(16)}
+matrix = torch.rand(1024, 1024)
+snapshots = holdfast.snapshots.open()
+times = []
+for step in range(int(sys.argv[2])):
+    began = time.perf_counter()
+    for _ in range(2):
+        matrix = torch.tanh(matrix @ matrix)
+    dist.all_reduce(matrix[0])
+    with snapshots.save(step) as out:
+        out["state"] = state
+    times.append(time.perf_counter() - began)
+if dist.get_rank() == 0:
+    print(1000 * sorted(times)[len(times) // 2])
+"""
+
+
 def next_step(side: Side, mib: int, place: str) -> tuple[float, float]:
     """Seconds, and the steps that were computed again. `place` is where checkpoints go; without one: snapshots. A
     restart of torchrun that fails is tried again with the setting that spares it the usual cause."""
@@ -63,13 +94,35 @@ def next_step(side: Side, mib: int, place: str) -> tuple[float, float]:
 
 
 def save_ratio(mib: int) -> float:
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
-        program.write(_SAVE)
-        program.flush()
-        argv = [*PRELOAD.command, program.name, str(mib)]
-        told = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
+    with _program(_SAVE) as program:
+        told = subprocess.run(
+            [*PRELOAD.command, program, str(mib)], env=environment(), capture_output=True, text=True, check=False
+        )
     assert told.returncode == 0, told.stderr[-2000:]
     return float(told.stdout)
+
+
+@contextmanager
+def _program(text: str) -> Iterator[str]:
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as program:
+        program.write(text)
+        program.flush()
+        yield program.name
+
+
+def step_ms(mib: int, steps: int, *options: str) -> float:
+    """Of two nodes on this host, with one worker each."""
+    place = ["--nnodes", "2", "--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    with tempfile.TemporaryDirectory() as directory, _program(_STEPS) as program, ExitStack() as stack:
+        env = {"HOLDFAST_TOKEN": os.urandom(16).hex(), "XDG_RUNTIME_DIR": directory}
+        own = [f"{option}={directory}" if option == "--snapshot-dir" else option for option in options]
+        argv = [*PRELOAD.command, *place, "--rdzv-id", "bench", *own, program, str(mib), str(steps)]
+        with open(f"{directory}/out", "w+b") as out:
+            nodes = [stack.enter_context(started(argv, stdout=out, env=env)) for _ in range(2)]
+            for node in nodes:
+                node.succeed()
+            out.seek(0)
+            return float(out.read().split()[-1])
 
 
 def measure_snapshots(turns: Turns) -> None:
@@ -97,3 +150,20 @@ def measure_snapshots(turns: Turns) -> None:
                 of_each(found_shm, lambda each: each[0])),
             row(f"save.{mib}", f"save of {mib} MiB over a plain copy", "x", ratios, Bound(1.3, side=PRELOAD.name)),
         ]  # fmt: skip
+    _measure_background(turns)
+
+
+def _measure_background(turns: Turns) -> None:
+    """What copies to another node and files cost the training that goes on meanwhile. The sides take turns."""
+    mib, steps = turns.size((64, 100), (8, 30))
+    sides = {
+        "that save": partial(step_ms, mib, steps),
+        "that save and copy to each other": partial(step_ms, mib, steps, "--snapshot-copies", "1"),
+        "that save and write files every second": partial(
+            step_ms, mib, steps, "--snapshot-dir", "--snapshot-every", "1s"
+        ),
+    }
+    found = turns.compare(f"step time, {mib} MiB", sides, warm_up=False)
+    for number, (name, values) in enumerate(found.items()):
+        what = f"a step of two nodes {name}, {mib} MiB each"
+        turns.rows.append(row(f"step_time.{number}", what, "ms", {PRELOAD.name: values}))

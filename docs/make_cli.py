@@ -61,13 +61,17 @@ _WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("TORCHELASTIC_TIMER_FILE", "the pipe of the watchdog, if there is one"),
     ("HOLDFAST_ROUND", "a number that grows with every new world, whatever the reason"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1, unless the environment of holdfast says otherwise"),
-    ("OMP_NUM_THREADS", "that of holdfast's environment; 1 if it is unset and there are more workers than one"),
+    (
+        "OMP_NUM_THREADS",
+        "that of holdfast's environment. If it is unset: the worker's share of the cores to which it is bound "
+        "([placement.md](placement.md)), else 1 if there are more workers than one",
+    ),
     ("CUDA_VISIBLE_DEVICES", "that of holdfast's environment; the worker's one device with `--virtual-local-rank`"),
 )
 
 _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("PYTHON_EXEC", "the Python that runs the workers, instead of holdfast's own"),
-    ("OMP_NUM_THREADS", "if unset and there is more than one local worker, the workers get 1"),
+    ("OMP_NUM_THREADS", "if unset: 1 for several local workers, or the cores to which each is bound"),
     (
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
         "what stands in front of tee'd lines, with `${role_name}`, `${rank}` and `${local_rank}`",
@@ -146,7 +150,7 @@ def _page(command: argparse.ArgumentParser) -> str:
     shown = [each for each in command._actions if each.help not in (None, argparse.SUPPRESS) and each.dest != "help"]
     rows = [(f"{', '.join(each.option_strings)} {each.metavar or ''}".strip(), each.help) for each in shown]
     epilog = (command.epilog or "").strip()
-    return f"# {command.prog}\n\n{command.description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
+    return f"## {command.prog}\n\n{command.description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     holdfast run --standalone --nproc-per-node 4 --hang-timeout 3s --max-restarts 1 examples/hang.py lock
 
-`lock`: rank 2 waits for a lock that nobody will release, and the others wait for rank 2. `stop`: rank 2 is stopped.
+`lock`: rank 2 waits for a lock, and the others for rank 2. `timeout`: rank 1 only for 2 s. `stop`: rank 2 is stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def save_checkpoint() -> None:
 
 def go_wrong(how: str) -> None:
     """What a program should not do."""
-    if how == "lock":
+    if how != "stop":
         checkpoint_lock.acquire()  # Somebody forgot to release it.
     else:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -45,7 +45,7 @@ def barrier(peers: list[socket.socket]) -> None:
 
 
 def meet() -> list[socket.socket]:
-    address = (os.environ["MASTER_ADDR"], int(os.environ["HOLDFAST_FREE_PORT"]))
+    address = (os.environ["MASTER_ADDR"], int(os.environ.get("HOLDFAST_FREE_PORT", 29555)))
     if RANK == 0:
         with socket.create_server(address, backlog=WORLD_SIZE) as server:
             return [server.accept()[0] for _ in range(WORLD_SIZE - 1)]
@@ -58,6 +58,8 @@ def meet() -> list[socket.socket]:
 
 def train(how: str) -> None:
     peers = meet()
+    if how == "timeout" and RANK == 1:
+        peers[0].settimeout(2)
     for step in range(1, 5):
         if RANK == 0:
             print(f"step {step}", flush=True)
@@ -71,5 +73,7 @@ def train(how: str) -> None:
 if __name__ == "__main__":
     try:
         train(sys.argv[1] if len(sys.argv) > 1 else "lock")
+    except TimeoutError:
+        raise RuntimeError("timed out waiting for rank 0 for 2 s") from None
     except OSError:
         signal.pause()  # A peer was stopped, and this one will be.

@@ -32,8 +32,9 @@ EXPLAINED = ROOT / "docs" / "mutations.md"
 # A mutant may loop for ever; that is noticed, too.
 TIMEOUT_S = 120
 
-# Modules whose code runs in processes of its own, or starts them, and the tests that do that.
+# Modules whose code runs in processes of its own, or starts them, or is a part of a machine, and the tests of that.
 OWNERS = {
+    "rendezvous/membership/round.py": ("tests/unit/test_phases.py", "tests/unit/test_run.py"),
     "process/workers/group.py": ("tests/integration/test_processes.py", "tests/integration/test_start_stop_events.py"),
     "procfs.py": ("tests/integration/test_ownership.py",),
     "process/spawner/wire.py": ("tests/unit/test_spawner.py", "tests/integration/test_ownership.py"),

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from tests import support
 
 HERE = "10.77.0.254"
+SLOW_LINK = Path(__file__).parent / "chaos" / "slow_link.py"
 
 
 class Network:
@@ -23,6 +26,7 @@ class Network:
     def __init__(self, names: Sequence[str]) -> None:
         self._ip = support.need_tool("ip")
         self._mark = f"hf{os.getpid()}"
+        self._slow: dict[str, subprocess.Popen[bytes]] = {}
         self.here = f"{self._mark}here"
         self.addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
         made = subprocess.run([self._ip, "netns", "add", self.here], capture_output=True, text=True)
@@ -72,6 +76,25 @@ class Network:
         command = [*self.within(self.namespace(name)), support.need_tool("nft"), "flush ruleset"]
         subprocess.run(command, check=True)
 
+    def slow(self, name: str, delay_s: float, share_lost: float) -> None:
+        """From now on a process stands between the host and the bridge (chaos/slow_link.py)."""
+        self.ip("link", "add", f"near_{name}", "type", "veth", "peer", "name", f"far_{name}")
+        self.ip("link", "set", f"to_{name}", "nomaster")
+        self.ip("link", "set", f"near_{name}", "up")
+        self.ip("link", "set", f"far_{name}", "master", "bridge", "up")
+        command = [sys.executable, str(SLOW_LINK), f"to_{name}", f"near_{name}", str(delay_s), str(share_lost)]
+        self._slow[name] = subprocess.Popen([*self.within(self.here), *command])
+
+    def at_speed(self, name: str) -> None:
+        process = self._slow.pop(name)
+        process.kill()
+        process.wait()
+        self.ip("link", "delete", f"near_{name}")
+        self.ip("link", "set", f"to_{name}", "master", "bridge")
+
     def close(self) -> None:
+        for process in self._slow.values():
+            process.kill()
+            process.wait()
         for name in (self.here, *map(self.namespace, self.addresses)):
             subprocess.run([self._ip, "netns", "delete", name], check=False)

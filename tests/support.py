@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import functools
@@ -261,6 +262,25 @@ def hanging_program(path: Path) -> Iterator[str]:
     finally:
         os.close(fd)
         signal.signal(signal.SIGIO, before)
+
+
+@contextlib.contextmanager
+def dead_mount(path: Path) -> Iterator[None]:
+    """A file system that answers nothing, as that of a server which is gone: every look at it stands still."""
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        cannot_test(f"no file system of our own can be made: {error}")
+    options = f"fd={fd},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}".encode()
+    if ctypes.CDLL(None, use_errno=True).mount(b"dead", os.fsencode(path), b"fuse", 0, options):
+        os.close(fd)
+        cannot_test(f"no file system of our own can be mounted: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        os.close(fd)  # Whoever waits gets an error.
+        subprocess.run(["umount", "-l", str(path)], check=False)
 
 
 def spawner_of(worker_pid: int) -> int:

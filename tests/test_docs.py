@@ -36,14 +36,20 @@ README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 EXAMPLES = ROOT / "examples" / "README.md"
 HANGS = ROOT / "docs" / "hangs.md"
+STOPPING = ROOT / "docs" / "stopping.md"
 SNAPSHOTS = ROOT / "docs" / "snapshots.md"
 ETCD = ROOT / "docs" / "etcd.md"
 MANY_NODES = ROOT / "docs" / "many-nodes.md"
+COMPARISON = ROOT / "docs" / "comparison.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+# README is shown in other places, too, so its links have the project's address.
+PROJECT = re.compile(
+    r"https://(?:github\.com/holdfast-run/holdfast/(?:blob|tree)|raw\.githubusercontent\.com/holdfast-run/holdfast)/main/"
+)
 
 
 def name_of(path: Path) -> str:
@@ -133,11 +139,20 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def target_of(document: Path, link: str) -> Path:
+    place = link.partition("#")[0]
+    if ours := PROJECT.match(place):
+        return ROOT / place[ours.end() :]
+    return (document.parent / place).resolve() if place else document
+
+
 def problem_of_link(document: Path, link: str) -> str:
-    if link.startswith(("http://", "https://")):
-        return ""
-    place, _, anchor = link.partition("#")
-    target = (document.parent / place).resolve() if place else document
+    if not PROJECT.match(link):
+        if link.startswith(("http://", "https://")):
+            return ""
+        if document == README:
+            return "is relative, and README is also read elsewhere"
+    target, anchor = target_of(document, link), link.partition("#")[2]
     if not target.is_relative_to(ROOT):
         return "leads out of the project"
     if not target.exists():
@@ -157,7 +172,7 @@ def test_every_document_can_be_reached_from_the_readme() -> None:
     while waiting:
         document = waiting.pop()
         for link in LINK.findall(prose(document)):
-            target = (document.parent / link.partition("#")[0]).resolve()
+            target = target_of(document, link)
             found = sorted(target.glob("*.md")) if target.is_dir() else [target]
             fresh = [path for path in found if path.suffix == ".md" and path.is_file() and path not in reached]
             reached.update(fresh)
@@ -272,7 +287,9 @@ def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_readme_has_its_commands() -> None:
-    assert ["--standalone", "--nproc-per-node", "4", "train.py"] in list(run_commands(README))
+    assert len(README.read_text().splitlines()) < 150
+    assert ["--standalone", "--nproc-per-node", "4", "--max-restarts", "3", "train.py"] in list(run_commands(README))
+    assert ["make", "test"] in [words[:2] for words in command_lines(README)]
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in command_lines(README):
         if words[:1] == ["make"]:
@@ -335,16 +352,22 @@ def neutral(text: str, root: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip() and not re.fullmatch(r"[ ~^]+", line)]
 
 
-def test_the_report_in_the_readme_is_what_is_printed(tmp_path: Path) -> None:
-    [shown] = [block for block in fences(README, "") if "FAILED" in block]
+def test_the_report_on_the_page_is_what_is_printed(tmp_path: Path) -> None:
+    [shown] = [block for block in fences(COMPARISON, "") if "Cause: rank 2 failed: FileNotFoundError" in block]
     ended = execute("holdfast run --standalone --nproc-per-node 4 examples/crash.py exception", tmp_path)
     assert missing(neutral(shown, "/home/me/holdfast"), neutral(ended.stderr, str(ROOT))) == []
 
 
+@pytest.mark.parametrize("block", fences(README, ""))
+def test_the_readme_shows_parts_of_what_the_comparison_shows(block: str) -> None:
+    shown = block.splitlines()
+    assert any(missing(shown, whole.splitlines()) == [] for whole in fences(COMPARISON, ""))
+
+
 @proves("project.example-runs-line-says")
-def test_two_terminals_show_what_the_readme_shows(tmp_path: Path) -> None:
-    [shown] = [block for block in fences(README, "") if "joined, waiting for" in block]
-    [line] = [line for block in fences(README, "sh") for line in block.splitlines() if "127.0.0.1:29400" in line]
+def test_two_terminals_show_what_the_page_shows(tmp_path: Path) -> None:
+    [shown] = [block for block in fences(MANY_NODES, "") if "is on fire" in block]
+    [line] = [line for block in fences(MANY_NODES, "sh") for line in block.splitlines() if "examples/demo" in line]
     port = str(support.free_port())
     line, shown = line.replace("29400", port), shown.replace("29400", port)
     said = tmp_path / "first"
@@ -395,7 +418,31 @@ def test_the_hung_job_in_the_document_is_what_is_printed(tmp_path: Path) -> None
     assert comparable(shown) == comparable(presentable(ended.stderr))
 
 
-@pytest.mark.parametrize("source", fences(HANGS, "python") + fences(README, "python"))
+@proves("failures.peers-places", "hangs.output-hung-job-docs")
+def test_the_rank_that_fails_of_another_is_what_is_printed(tmp_path: Path) -> None:
+    line = next(text for text in inline_code(HANGS) if "examples/hang.py timeout" in text)
+    [shown] = [block for block in fences(HANGS, "") if "before they are stopped" in block]
+    ended = execute(line, tmp_path)
+    assert missing(shown.splitlines(), ended.stderr.splitlines()) == [], ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("Cause: rank 1 failed: RuntimeError: timed out waiting")
+
+
+@proves("project.diagrams-links-commands-tests")
+@pytest.mark.parametrize("name", ["placement", "stopping"])
+def test_the_commands_about_the_places_and_the_ends_of_workers(name: str, tmp_path: Path) -> None:
+    document = ROOT / "docs" / f"{name}.md"
+    printed: list[str] = []
+    for line in (line for block in fences(document, "sh") for line in block.splitlines()):
+        ended = execute(line, tmp_path)
+        assert ended.returncode == int("# exit status 1" in line), ended.stderr
+        printed += [*neutral(ended.stderr, str(ROOT)), *sorted(ended.stdout.splitlines())]
+    if name == "placement" and len(os.sched_getaffinity(0)) == 2:
+        [shown] = fences(document, "")
+        assert missing(neutral(shown, ""), printed) == [], printed
+    assert name == "placement" or printed.count("communicators are closed") == 2
+
+
+@pytest.mark.parametrize("source", fences(HANGS, "python") + fences(STOPPING, "python") + fences(README, "python"))
 def test_the_python_in_the_documents_runs(source: str) -> None:
     names: dict[str, Any] = {"train": os.path.normpath}
     exec(source, names)
@@ -425,22 +472,15 @@ def test_the_training_that_is_killed_ends_with_the_weights_of_one_that_is_not(tm
     assert killed.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
 
 
-# Between holdfast's own processes, and what the error of `EtcdServer` names if there is no etcd.
-OWN_VARIABLES = {
-    "HOLDFAST_ADOPT", "HOLDFAST_BLACKBOX", "HOLDFAST_PAYLOAD", "HOLDFAST_PEERS_READ", "HOLDFAST_PEERS_WRITE",
-    "HOLDFAST_BRIEF", "HOLDFAST_DETACHED", "HOLDFAST_ETCD_BINARY", "HOLDFAST_JOB_PID", "HOLDFAST_PROGRESS",
-    "HOLDFAST_REHEARSAL", "HOLDFAST_SNAPSHOTS", "HOLDFAST_SUCCESS_FILE", "HOLDFAST_TEMPLATE",
-    "TORCHELASTIC_ETCD_BINARY_PATH",
-}  # fmt: skip
-
-
 @proves("cli.help-docs-md-match")
 def test_every_environment_variable_is_explained() -> None:
     pattern = re.compile(r'"((?:TORCH|HOLDFAST)[A-Z]*_[A-Z_]+)"')
     used = {name for path in (ROOT / "src").rglob("*.py") for name in pattern.findall(path.read_text())}
     text = "\n".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     assert len(used) > 15
-    assert not {name for name in used - OWN_VARIABLES if f"`{name}" not in text}
+    assert not {name for name in used if f"`{name}" not in text}
+    made = subprocess.run([sys.executable, "-m", "docs.make_environment"], capture_output=True, text=True, cwd=ROOT)
+    assert (ROOT / "docs" / "environment.md").read_text() == made.stdout, "make docs makes it anew"
 
 
 @proves("cli.help-docs-md-match")

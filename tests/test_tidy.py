@@ -30,6 +30,7 @@ _BASE = {
     "progress_board",
     "signals",
     "stdio",
+    "stop_hooks",
     "text",
     "wire_types",
 }
@@ -53,6 +54,7 @@ LAYERS = {
     "loop": {"signals"},
     "signals": {"errors"},
     "stdio": {"escape", "text"},
+    "stop_hooks": {"progress_board"},
     "log": {"log_lines"},
     "notice_board": {"frozen"},
     "option": {"frozen"},
@@ -74,7 +76,7 @@ LAYERS = {
         )
     },
     # The package itself resolves names for its users, and the entry point starts the command line.
-    "__init__": {"lazy", "launcher", "notice_board", "process", "progress_board", "signals", "snapshots"},
+    "__init__": {"lazy", "launcher", "notice_board", "process", "progress_board", "signals", "snapshots", "stop_hooks"},
     "__main__": {"cli", "process", "signals"},
 }
 
@@ -83,7 +85,7 @@ _PURE = {
     "": "errors escape frozen option text wire_types",
     "agent": "environment lifecycle notice_plan ranks",
     "checks": "gate plan",
-    "failures": "cause records report verdict",
+    "failures": "cause peers records report verdict",
     "hangs": "compare policy",
     "hosts": "agent_fleet engine_detection host_lines job kubernetes_manifest own_lines",
     "hosts/ssh": "command host_list messages",

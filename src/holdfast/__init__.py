@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from holdfast.process.errors import record as record
     from holdfast.progress_board import progress as progress
     from holdfast.signals import SignalException as SignalException
+    from holdfast.stop_hooks import on_stop as on_stop
 
 __version__ = "0.1.0"
 
@@ -31,5 +32,6 @@ __all__, __getattr__, __dir__ = lazy.exports(
         "holdfast.progress_board": "progress",
         "holdfast.signals": "SignalException",
         "holdfast.snapshots": "snapshots",
+        "holdfast.stop_hooks": "on_stop",
     },
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,8 @@ class LaunchConfig:
     snapshot_memory: int | None = None
     snapshot_dir: str = ""
     snapshot_bandwidth: int = 0
+    peer_stacks: str = "auto"
+    cpus_per_worker: int = 0
     refusal: str = ""
     checks: CheckPlan | None = None
     notice_signal: str | None = None
@@ -121,10 +124,27 @@ class LaunchConfig:
         self.exit_barrier_timeout = _time_s(
             "exit_barrier_timeout", self.exit_barrier_timeout, _EXIT_BARRIER_TIMEOUT_VARIABLE, 300
         )
+        if self.peer_stacks not in ("auto", "on", "off") or self.cpus_per_worker < 0:
+            given = f"{self.peer_stacks!r} and {self.cpus_per_worker}"
+            raise UserError(f"peer_stacks is auto, on or off, and cpus_per_worker a number from 0 on, not {given}")
+        if self.numa_options is None and not self.cpus_per_worker:
+            self.numa_options = _default_numa_options(int(self.nproc_per_node))
         problem = restart_policy.objection_to(self.restart_policy or RestartPolicy(self.max_restarts))
         if problem:
             raise UserError(problem)
         publisher.health_address(self.health_port)  # A wrong address is refused here.
+
+
+def _default_numa_options(workers: int) -> Any:
+    """torch's rule: with as many accelerators as workers, the default of the installed torch, if it has one (a vendor's
+    may, the public one has none). Asked only where torch has been imported."""
+    choose = getattr(sys.modules.get("torch._utils_internal"), "get_default_numa_options", None)
+    if choose is None or workers not in (devices.gpu_count("/", os.environ), devices.xpu_count("/", os.environ)):
+        return None
+    options = choose()
+    if options is not None:
+        logger.info("NUMA options of the installed torch: %r", options)
+    return options
 
 
 def _time_s(name: str, given: float | None, variable: str, default: int) -> float:
@@ -259,6 +279,8 @@ def _make_specs(
         snapshot_memory=config.snapshot_memory,
         snapshot_dir=config.snapshot_dir,
         snapshot_bandwidth=config.snapshot_bandwidth,
+        peer_stacks=config.peer_stacks,
+        cpus_per_worker=config.cpus_per_worker,
         **preload,
     )
     return spec, group

@@ -2,8 +2,8 @@
 
 The agent has a piece of shared memory, the *board*, with a slot for each worker. The worker finds it through
 `HOLDFAST_PROGRESS` in its environment and writes two numbers: the time (of the monotonic clock, which all processes
-of a host share) and the step. There is no system call and no lock. Without an agent that watches, the call does
-nothing.
+of a host share) and the step. A byte behind them says whether `holdfast.on_stop` was called. There is no system call
+and no lock. Without an agent that watches, the call does nothing.
 
 The call must never harm the training, so it raises nothing, and the memory cannot fail: the board is sealed, so it
 cannot shrink under a writer; it is not on a disk, which could be full or removed; and a token detects a path that leads
@@ -44,6 +44,15 @@ def progress(step: int | None = None) -> None:
         _write(_memory, _offset, _now(), _NO_STEP if step is None else step)
     except Exception:  # The step is no whole number, or too large. The call still counts.
         _write(_memory, _offset, _now(), _NO_STEP)
+
+
+def mark_stop_hook(is_set: bool) -> bool:
+    """Tell the agent whether this worker has functions to call before it is stopped (`stop_hooks`). False without an
+    agent."""
+    if _memory is None and not _find_board():
+        return False
+    _memory[_offset + _SLOT.size] = is_set  # type: ignore[index]  # It is mapped memory.
+    return True
 
 
 def _find_board() -> bool:
@@ -113,6 +122,12 @@ class Board:
         except ValueError:  # Closed, maybe at this moment.
             return None, None
         return (at_ns / 1e9 if at_ns > 0 else None), (None if step == _NO_STEP else step)
+
+    def has_stop_hook(self, index: int) -> bool:
+        try:
+            return bool(self._memory[self._place(index) + _SLOT.size])
+        except ValueError:
+            return False
 
     def close(self) -> None:
         if not self._memory.closed:

@@ -1,7 +1,7 @@
 """Five hosts with two workers each, and trouble that is drawn from a seed.
 
-Hosts are network namespaces. At most two of them are in trouble at a time, and the run needs two, so it can always go
-on. At the end the job is told to finish while one host is still cut off; that one comes back when the run is over.
+Hosts are network namespaces. At most two of them are in trouble at a time, so the run can always go on. At the end the
+job is told to finish while one host is still cut off; that one comes back when the run is over.
 
 What must hold, whatever happened:
 
@@ -22,7 +22,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,27 +30,23 @@ from typing import Any
 
 import psutil
 
-from holdfast.rendezvous.etcd_server import find_etcd_binary
 from holdfast.rendezvous.membership import keys
 from tests import support
-from tests.chaos import job
-from tests.network import HERE, Network
+from tests.chaos import job, sides
+from tests.chaos.sides import Side
+from tests.network import Network
 from tests.support import LoggedProcess
 
 HOSTS = ("a", "b", "c", "d", "e")
-PORT = 29400
-ETCD_PORTS = (23790, 23890, 23990)
 MOST_IN_TROUBLE = 2
-SETTINGS = "heartbeat=0.3,lease=3,drop_timeout=1.2,reconnect_grace=0.4,last_call=1,close_linger=2,join_timeout=300"
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 ENDS_WITHIN_S = 90.0
+_NOTICED_S = 2.0  # Until then a fault may not show.
 
 
 class Campaign:
-    """`backend` is tcp or etcd."""
-
-    def __init__(self, home: Path, backend: str, seed: int) -> None:
-        self.home, self.backend, self.mark = home, backend, f"chaos-{os.getpid()}-{seed}"
+    def __init__(self, home: Path, side: Side, seed: int) -> None:
+        self.home, self.side, self.mark = home, side, f"chaos-{os.getpid()}-{seed}"
         self.story: list[tuple[float, str]] = []  # When, by the clock of the job, and what.
         self._random = random.Random(seed)
         self._network = Network(HOSTS)
@@ -68,7 +63,7 @@ class Campaign:
             (home / name).mkdir(parents=True)
 
     def start(self) -> None:
-        for server in self._server_names():
+        for server in self.side.servers:
             self._serve(server)
         for host in HOSTS:
             self._start_agent(host)
@@ -88,44 +83,23 @@ class Campaign:
             )  # fmt: skip
         return LoggedProcess(name, process, path)
 
-    def _server_names(self) -> list[str]:
-        return ["coordinator"] if self.backend == "tcp" else [f"etcd{number}" for number in range(len(ETCD_PORTS))]
-
     def _serve(self, name: str) -> None:
-        if name == "coordinator":
-            command = [sys.executable, "-m", "holdfast", "coordinator", "--listen", f"{HERE}:{PORT}"]
-            command += ["--rdzv-id", "chaos"]
-        else:
-            command = self._etcd_command(int(name.removeprefix("etcd")))
+        command = self.side.server_command(name, self.home)
         self._servers[name] = self._launch(name, self._network.here, command, TMPDIR=str(self.home / "memory"))
-
-    def _etcd_command(self, number: int) -> list[str]:
-        peers = [f"http://{HERE}:{port + 1}" for port in ETCD_PORTS]
-        url = f"http://{HERE}:{ETCD_PORTS[number]}"
-        members = ",".join(f"m{each}={peer}" for each, peer in enumerate(peers))
-        return [
-            find_etcd_binary(), "--name", f"m{number}", "--data-dir", str(self.home / f"etcd{number}"),
-            "--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", peers[number],
-            "--initial-advertise-peer-urls", peers[number], "--initial-cluster", members, "--log-level", "error",
-        ]  # fmt: skip
 
     def _start_agent(self, host: str, **environment: str) -> None:
         if host in self._agents:
             self._former.append(self._agents[host])
         self._count += 1
         where = self.home / f"host_{host}"
-        etcd = ",".join(f"{HERE}:{port}" for port in ETCD_PORTS)
-        place = [
-            "--rdzv-backend",
-            self.backend,
-            "--rdzv-endpoint",
-            etcd if self.backend == "etcd" else f"{HERE}:{PORT}",
-        ]
-        command = [sys.executable, "-m", "holdfast", "run", "--nnodes", f"2:{len(HOSTS)}", "--nproc-per-node", "2"]
-        command += [*place, "--rdzv-id", "chaos", "--rdzv-conf", SETTINGS, "--max-restarts", "100000"]
-        command += ["--loss-limit", "100000", "--shutdown-timeout", "2", "--log-dir", str(where / "logs"), "--tee", "3"]
-        command += [job.__file__, str(self.home)]
-        own = {"TMPDIR": str(where), "HOLDFAST_HOST_NAME": f"{host}{self._count}", **environment}
+        address = self._network.addresses[host]
+        command = self.side.agent_command(self.home, where / "logs", address, len(HOSTS))
+        own = {
+            "TMPDIR": str(where),
+            "HOLDFAST_HOST_NAME": f"{host}{self._count}",
+            **self.side.environment,
+            **environment,
+        }
         self._agents[host] = self._launch(f"agent_{host}_{self._count}", self._network.namespace(host), command, **own)
 
     def _workers(self, host: str) -> list[int]:
@@ -133,8 +107,8 @@ class Campaign:
         return sorted(found)
 
     def _coordinator(self) -> int | None:
-        if self.backend == "tcp":
-            return self._servers["coordinator"].pid
+        if self.side.backend != "etcd":
+            return self._servers[self.side.servers[0]].pid
         for pid in support.marked(self.mark):
             if "holdfast.rendezvous.coordinator.process" in _command_of(pid):
                 return pid
@@ -146,17 +120,34 @@ class Campaign:
         """One fault. Those of hosts last for a while."""
         self._cure()
         of_hosts: list[Callable[[str], None]] = [
-            self._kill_agent, self._end_agent, self._kill_worker, self._kill_spawner, self._freeze_agent,
-            self._freeze_worker, self._cut, self._cut_one_way, self._lose_packets, self._fill_disk, self._skew_clock,
+            self.kill_agent, self.end_agent, self.kill_worker, self._kill_spawner, self.freeze_agent,
+            self.freeze_worker, self.cut, self._cut_one_way, self._lose_packets, self._delay, self._fill_disk,
+            self._skew_clock,
         ]  # fmt: skip
-        of_run = [self._kill_coordinator, self._freeze_coordinator]
-        of_run += [self._restart_etcd] if self.backend == "etcd" else []
+        of_run = [self.kill_coordinator, self._freeze_coordinator]
+        of_run += [self._restart_etcd] if self.side.backend == "etcd" else []
         well = [host for host in HOSTS if host not in self._cures]
         kind: Any = self._random.choice([*of_hosts, *of_run])
         if kind in of_run:
             kind()
         elif len(HOSTS) - len(well) < MOST_IN_TROUBLE:
             kind(self._random.choice(well))
+
+    def suffer(self, fault: Callable[..., None]) -> float:
+        """One fault, until all hosts take part again. Returns the longest time without a step meanwhile."""
+        fault(*([] if fault == self.kill_coordinator else [self._random.choice(HOSTS)]))
+        time.sleep(_NOTICED_S)
+        self._await(self._has_recovered, f"all hosts take part again after: {self.story[-1][1]}")
+        return self.gaps()[-1][1]
+
+    def _has_recovered(self) -> bool:
+        self._cure()
+        recently = job.now_ns() / 1e9 - 0.5
+        is_whole = not self._cures and len(self._last_round()) == 2 * len(HOSTS)
+        return is_whole and self._steps()[-1] > max(recently, self._last_start())
+
+    def _last_start(self) -> float:
+        return max(began for _, began, _ in self._lives()) / 1e9
 
     def _tell(self, what: str) -> None:
         self.story.append((job.now_ns() / 1e9, what))
@@ -169,19 +160,22 @@ class Campaign:
             if all_of_them or time.monotonic() >= at:
                 del self._cures[host]
                 cure()
-        for name, server in self._servers.items():
-            if not server.is_running:
-                self._serve(name)
+        self._serve_again()
         for host, agent in self._agents.items():  # One that lost what it needs, as a full disk, may have ended.
             if not agent.is_running and host not in self._cures:
                 self._start_agent(host)
 
-    def _kill_agent(self, host: str) -> None:
+    def _serve_again(self) -> None:
+        for name, server in self._servers.items():
+            if not server.is_running:
+                self._serve(name)
+
+    def kill_agent(self, host: str) -> None:
         self._tell(f"kill the agent of {host}")
         self._agents[host].send(signal.SIGKILL)
         self._until_later(host, lambda: self._start_agent(host))
 
-    def _end_agent(self, host: str) -> None:
+    def end_agent(self, host: str) -> None:
         self._tell(f"SIGTERM to the agent of {host}")
         self._agents[host].send(signal.SIGTERM)
         self._until_later(host, lambda: self._start_agent(host))
@@ -192,7 +186,7 @@ class Campaign:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._random.choice(pids), number)
 
-    def _kill_worker(self, host: str) -> None:
+    def kill_worker(self, host: str) -> None:
         self._signal(host, self._workers(host), signal.SIGKILL, "kill a worker")
 
     def _kill_spawner(self, host: str) -> None:
@@ -206,13 +200,13 @@ class Campaign:
             _signal(pid, signal.SIGSTOP)
         self._until_later(host, lambda: [_signal(pid, signal.SIGCONT) for pid in pids] and None)
 
-    def _freeze_agent(self, host: str) -> None:
+    def freeze_agent(self, host: str) -> None:
         self._freeze(host, [self._agents[host].pid], "the agent")
 
-    def _freeze_worker(self, host: str) -> None:
+    def freeze_worker(self, host: str) -> None:
         self._freeze(host, self._workers(host)[:1], "a worker")
 
-    def _cut(self, host: str) -> None:
+    def cut(self, host: str) -> None:
         self._tell(f"cut {host} off")
         self._network.cut(host)
         self._until_later(host, lambda: self._network.join(host))
@@ -228,6 +222,11 @@ class Campaign:
 
     def _lose_packets(self, host: str) -> None:
         self._drop(host, "input", "numgen random mod 100 < 20", "a fifth of the packets is lost to")
+
+    def _delay(self, host: str) -> None:
+        self._tell(f"packets from and to {host} are late, and some are lost")
+        self._network.slow(host, self._random.choice((0.02, 0.1, 0.3)), 0.03)
+        self._until_later(host, lambda: self._network.at_speed(host))
 
     def _fill_disk(self, host: str) -> None:
         """Of the directory for logs and temporary files, which becomes a small one of its own with the next agent."""
@@ -247,7 +246,7 @@ class Campaign:
         self._start_agent(host, LD_PRELOAD=str(FAKETIME), FAKETIME="+1h", FAKETIME_DONT_FAKE_MONOTONIC="1")
         self._until_later(host, lambda: None)
 
-    def _kill_coordinator(self) -> None:
+    def kill_coordinator(self) -> None:
         if (pid := self._coordinator()) is not None:
             self._tell("kill the coordinator")
             _signal(pid, signal.SIGKILL)
@@ -260,43 +259,64 @@ class Campaign:
             _signal(pid, signal.SIGCONT)
 
     def _restart_etcd(self) -> None:
-        name = self._random.choice(self._server_names())
+        name = self._random.choice(self.side.servers)
         self._tell(f"kill {name}")
         self._servers[name].kill()
 
     # The end.
 
-    def finish(self) -> None:
+    def finish(self, *, is_one_late: bool = True) -> None:
         """Tell the job to finish while a host is cut off, which comes back when the run is over. That host knows of the
         run: a node that has never heard of it may begin a new one under the same id."""
         self._cure(all_of_them=True)
         self._await(lambda: len(self._last_round()) >= 2 * len(HOSTS) - 2, "most hosts take part again")
-        late = self._random.choice(self._hosts_of_last_round())
-        self._tell(f"cut {late} off until the run is over")
-        self._network.cut(late)
+        if self.side.has_snapshots:
+            self._lose_nothing()
+        late = self._random.choice(self._hosts_of_last_round()) if is_one_late else ""
+        if late:
+            self._tell(f"cut {late} off until the run is over")
+            self._network.cut(late)
         (self.home / "finish").touch()
         others = [self._agents[host] for host in HOSTS if host != late]
         self._await(lambda: any(agent.process.poll() == 0 for agent in others), "the run has succeeded")
         over_ns = job.now_ns()
         codes = {agent.name: self._code_of(agent) for agent in others}
-        assert set(codes.values()) == {0}, f"{codes}\n{self}"
-        self._network.join(late)
-        assert self._code_of(self._agents[late]) == 0, f"{self._agents[late].log[-3000:]}\n{self}"
+        assert set(codes.values()) == {0}, f"exit codes: {codes}\n{self}"
+        if late:
+            time.sleep(2 * sides.CLOSE_LINGER_S)  # Until then the coordinator of the run may wait for its nodes.
+            self._serve_again()
+            self._network.join(late)
+            code = self._code_of(self._agents[late])
+            assert code == 0, f"the host that came back: exit code {code}\n{self._agents[late].log[-3000:]}\n{self}"
         again = [life for life in self._lives() if life[1] > over_ns + 2_000_000_000]
         assert not again, f"workers were started when the run was over: {again}\n{self}"
+
+    def _lose_nothing(self) -> None:
+        """A worker is killed while all is well: the next round goes on at the step in flight."""
+        self._await(lambda: self._steps()[-1] > self._last_start(), "a step of the last round")
+        host = self._random.choice(self._hosts_of_last_round())
+        step, rounds = int(self._noted("steps.log")[-1][2]), len(self._noted("begun.log"))
+        self.kill_worker(host)
+        self._await(lambda: len(self._noted("begun.log")) > rounds, "the next round")
+        _, loaded, source = self._noted("begun.log")[rounds]
+        assert source == "snapshot", f"no snapshot was loaded after step {step}\n{self}"
+        assert int(loaded) >= step - 1, f"step {loaded} was loaded after step {step}\n{self}"
+        self._await(lambda: len(self._last_round()) >= 2 * len(HOSTS) - 2, "most hosts take part again")
 
     def _code_of(self, agent: LoggedProcess) -> int | None:
         self._await(lambda: not agent.is_running, f"the end of {agent.name}")
         return agent.process.poll()
 
     def check(self) -> None:
+        violations = self.home / "violations"
+        assert not violations.exists(), f"{violations.read_text()}\n{self}"
         last = job.read_checkpoint(self.home)
-        assert last["state"] == job.result_of(last["step"]), f"after {last['step']} steps\n{self}"
+        assert last["state"] == job.result_of(last["step"]), f"the result is wrong after {last['step']} steps\n{self}"
         seen_until, who = 0, ""
-        rounds: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
+        worlds: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
         for name, began, ended in self._lives():
-            rounds[int(name.partition("-")[0])].append((name, began, ended))
-        for _, lives in sorted(rounds.items()):
+            worlds[name.partition("-")[0]].append((name, began, ended))
+        for lives in sorted(worlds.values(), key=lambda each: min(began for _, began, _ in each)):
             for name, began, _ in lives:
                 assert began > seen_until, f"{name} started while {who} was alive\n{self}"
             seen_until, who = max((ended, name) for name, _, ended in lives)
@@ -304,16 +324,23 @@ class Campaign:
             assert "internal error" not in agent.log, agent.log[-4000:]
 
     def close(self) -> None:
+        if self.side.is_torchrun:  # Its workers outlive an agent that is killed; that is for the faults to show.
+            for agent in self._agents.values():
+                agent.send(signal.SIGCONT)
+                agent.send(signal.SIGTERM)
+            support.survivors([agent.pid for agent in self._agents.values()], deadline_s=15)
         for process in (*self._agents.values(), *self._former, *self._servers.values()):
             if process.is_running:
                 _signal(process.pid, signal.SIGCONT)
                 process.kill()
-        left = support.survivors(support.marked(self.mark), deadline_s=20)
+        left = {pid: _command_of(pid) for pid in support.survivors(support.marked(self.mark), deadline_s=20)}
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
         for host in HOSTS:
             if os.path.ismount(where := self.home / f"host_{host}"):
                 subprocess.run(["umount", "-l", str(where)], check=False)
         self._network.close()
-        assert not left, f"processes left behind: {[(pid, _command_of(pid)) for pid in left]}\n{self}"
+        assert not left, f"{len(left)} processes left behind: {left}\n{self}"
 
     # What was seen.
 
@@ -328,7 +355,7 @@ class Campaign:
     def _last_round(self) -> list[str]:
         """Workers of the last round, if they are alive."""
         lives = self._lives()
-        last = max((name.partition("-")[0] for name, _, _ in lives), default="")
+        last = max(((began, name.partition("-")[0]) for name, began, _ in lives), default=(0, ""))[1]
         recently = job.now_ns() - 500_000_000
         return [name for name, _, ended in lives if name.startswith(last) and ended > recently]
 
@@ -336,11 +363,14 @@ class Campaign:
         pids = {int(name.rpartition("-")[2]) for name in self._last_round()}
         return [host for host in HOSTS if pids.intersection(self._workers(host))]
 
+    def _noted(self, name: str) -> list[list[str]]:
+        with contextlib.suppress(FileNotFoundError):
+            return [line.split() for line in (self.home / name).read_text().splitlines()]
+        return []
+
     def _steps(self) -> list[float]:
         """When each step ended."""
-        with contextlib.suppress(FileNotFoundError):
-            return [int(line.split()[0]) / 1e9 for line in (self.home / "steps.log").read_text().splitlines()]
-        return []
+        return [int(words[0]) / 1e9 for words in self._noted("steps.log")]
 
     def gaps(self) -> list[tuple[str, float]]:
         """Each fault, and the longest time without a step between it and the next one."""
@@ -352,9 +382,13 @@ class Campaign:
         return found
 
     def summary(self) -> dict[str, Any]:
-        steps, lives = self._steps(), self._lives()
-        rounds = {name.partition("-")[0] for name, _, _ in lives}
-        return {"faults": len(self.story), "rounds": len(rounds), "workers": len(lives), "steps": len(steps)}
+        """`again`: the steps that were computed more than once."""
+        lives, steps = self._lives(), [int(words[2]) for words in self._noted("steps.log")]
+        worlds = {name.partition("-")[0] for name, _, _ in lives}
+        loaded = sum(words[2] == "snapshot" for words in self._noted("begun.log"))
+        counts = {"faults": len(self.story), "rounds": len(worlds), "workers": len(lives), "steps": len(set(steps))}
+        counts["again"] = len(steps) - len(set(steps))
+        return {**counts, "from_snapshots": loaded} if self.side.has_snapshots else counts
 
     def _await(self, condition: Callable[[], Any], what: str) -> None:
         support.wait_until(condition, what, ENDS_WITHIN_S, lambda: self)
@@ -377,17 +411,17 @@ def _command_of(pid: int) -> str:
 
 
 @contextlib.contextmanager
-def campaign(home: Path, backend: str, seed: int) -> Iterator[Campaign]:
-    made = Campaign(home, backend, seed)
+def campaign(home: Path, side: Side, seed: int) -> Iterator[Campaign]:
+    made = Campaign(home, side, seed)
     try:
         yield made
     finally:
         made.close()
 
 
-def carry_out(home: Path, backend: str, seed: int, seconds: float) -> Campaign:
+def carry_out(home: Path, side: Side, seed: int, seconds: float) -> Campaign:
     """A whole campaign. Raises AssertionError if anything does not hold."""
-    with campaign(home, backend, seed) as run:
+    with campaign(home, side, seed) as run:
         run.start()
         until = time.monotonic() + seconds
         pause = random.Random(seed + 1)

@@ -73,6 +73,7 @@ def test_commands(holdfast: Holdfast, command: tuple[str, ...], first_argument: 
     assert ended.code == 0, str(ended)
     assert workers_of(ended) == [f"worker {rank}{first_argument.format(rank)} --local-rank" for rank in (0, 1)]
     assert ended.own.count(TOOK_OVER) == 1
+    assert ("is the older form of torchrun" in ended.err) == bool(first_argument)
     assert "never called" not in ended.err
     assert "holdfast-adopt" not in ended.out, "the workers' paths"
     assert list(holdfast.temporary.iterdir()) == []

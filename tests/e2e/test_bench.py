@@ -157,12 +157,17 @@ LAUNCHES = [
     row("launch.1", "1 worker", "ms", {"holdfast": [60, 62, 61], "torchrun": [1400], "bare": [12]}),
     row("launch.4", "4 workers", "ms", {"holdfast": [100, 110, 120], "torchrun": [2200], "bare": []}, Bound(99)),
 ]
+KILLED = [
+    row("next_step.64", "next step", "s", {"holdfast preload": [0.25], "torchrun": [4.5]}),
+    row("steps_again.64", "steps again", "", {"holdfast preload": [0], "torchrun": [5]}),
+]
 SAMPLE = Results(
     "2026-01-02 03:04 UTC", {"processor": "P", "cores": "2", "load": "0.1"}, 60,
     [
         Section("launch", "Launch", "How it was measured.", notes=["a note"], rows=LAUNCHES),
         Section("torch", "Torch", "How.", breakdowns={"torch.4": {"holdfast": PHASES, "torchrun": {"stop": 4000.0}}}),
         Section("tee", "Tee", "How.", failure="the disk is full\nreally"),
+        Section("snapshots", "State", "How.", rows=KILLED),
     ],
 )  # fmt: skip
 
@@ -178,9 +183,18 @@ def test_the_page_is_made_from_the_results_file_alone() -> None:
     assert "- 4 workers: at most 99 ms" in text
 
 
+def test_the_readme_has_one_bold_figure_and_says_what_was_not_measured() -> None:
+    block = page.readme_block(SAMPLE)
+    assert "**`kill -9` of a worker costs 0.25 s and 0 steps; under torchrun 4.5 s and 5 steps.**" in block
+    assert "start and end in 110 ms (torchrun 2,200 ms). 64 nodes agree on a world in (not measured)" in block
+    assert "/main/docs/benchmarks/killed.svg)" in block
+    text = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
+    assert page.with_figures(text, SAMPLE) == f"before\n{block}\nafter\n"
+
+
 def test_plots_are_whole_documents_for_light_and_dark() -> None:
     drawn = page.plots_of(SAMPLE)
-    assert set(drawn) == {"restart-torch"}
+    assert set(drawn) == {"restart-torch", "killed"}
     for svg in drawn.values():
         root = ET.fromstring(svg)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
@@ -188,6 +202,7 @@ def test_plots_are_whole_documents_for_light_and_dark() -> None:
     words = "".join(ET.fromstring(drawn["restart-torch"]).itertext())
     for expected in ("holdfast", "torchrun", "start <&>", "925 ms", "4,000 ms"):
         assert expected in words
+    assert {"torchrun, 5 steps lost", "0.25 s"} <= set(ET.fromstring(drawn["killed"]).itertext())
 
 
 def test_readme_page_and_plots_agree_with_the_newest_results() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast
+from tests.engines import Engines, Ssh
 from tests.promises import promise, proves
+from tests.support import Mailbox
 
-JOB = str(Path(__file__).parents[2] / "examples" / "rehearse" / "train.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+JOB = str(EXAMPLES / "rehearse" / "train.py")
 RESULTS = ("--expect-file=result-0.json", "--expect-file=result-1.json")
 
 
@@ -56,7 +60,9 @@ def test_a_job_that_begins_anew_with_another_result_does_not(holdfast: Holdfast)
     ("words", "problem"),
     [
         (("--rdzv-id=job7", JOB), "--rdzv-id: a rehearsal never touches a real run; leave the option out"),
-        (("--hosts=a,b", JOB), "--hosts: a rehearsal decides that; leave the option out"),
+        (("--hosts=a,b", "--copy=script", JOB), "--copy: a rehearsal decides that; leave the option out"),
+        (("--rejoin-hosts", JOB), "--rejoin-hosts is for --hosts; leave it out"),
+        (("--hosts=a,b", "--ssh=no-such-ssh", JOB), "there is no 'no-such-ssh' on PATH"),
         ((), "a script to run is required"),
         (("--seed=x", JOB), "--seed"),
     ],
@@ -74,6 +80,48 @@ def test_a_job_of_several_nodes_survives_every_fault(holdfast: Holdfast) -> None
     ended = rehearse(holdfast, *options, JOB)
     assert ended.code == 0, ended
     assert "all 6 faults survived" in ended.out
+
+
+@proves("rehearse.faults")
+def test_the_training_of_the_examples_survives_every_fault(holdfast: Holdfast) -> None:
+    support.leave_to_test_all("a rehearsal of a training with torch on two nodes")
+    options = ("--nnodes=2", "--nproc-per-node=2", "--max-restarts=3", "--hang-timeout=8s", "--expect-output=^loss")
+    job = (str(EXAMPLES / "ddp" / "train.py"), "--checkpoint=model.pt", "--steps=60", "--step-time=0.1")
+    ended = holdfast.run(*options, *job, command=(COMMAND, "rehearse"), deadline_s=600)
+    assert ended.code == 0, ended
+    assert "all 6 faults survived; compared: the last line with '^loss'" in ended.out
+
+
+@pytest.fixture
+def cluster(holdfast: Holdfast, mailbox: Mailbox, tmp_path: Path) -> Iterator[Ssh]:
+    with Engines().engine("ssh", holdfast, mailbox, tmp_path) as made:
+        assert isinstance(made, Ssh)
+        yield made
+
+
+@promise("""rehearse.hosts: `holdfast rehearse --hosts` does the same on other hosts, by ssh: their agents, workers and
+    coordinators are killed and frozen there, and the result is read there. A disk cannot be filled.""")
+def test_a_rehearsal_on_other_hosts(cluster: Ssh) -> None:
+    options = (f"--ssh={cluster.servers.ssh}", "--hosts=node1,node2", "--rejoin-hosts", "--rdzv-conf=close_linger=1")
+    limits = ("--max-restarts=3", "--hang-timeout=3s")
+    ended = rehearse(cluster.holdfast, *options, *limits, *RESULTS, "--json", JOB)
+    assert ended.code == 0, ended
+    trials = {each["fault"]: each for each in json.loads(ended.out)["trials"]}
+    states = {fault: each["state"] for fault, each in trials.items()}
+    assert states.pop("the disk for logs is full") == "not covered"
+    assert {*states.values()} == {"survived"}, ended
+    for fault in ("a worker is killed", "a node is lost"):
+        seen = trials[fault]["seen"]
+        assert seen["running_s"] <= seen["further_s"]
+        assert seen["last_step"] == 40
+
+
+@proves("rehearse.hosts")
+def test_a_host_that_cannot_be_reached_ends_a_rehearsal(holdfast: Holdfast) -> None:
+    ssh = holdfast.script("#!/bin/sh\nexit 255\n", "ssh", executable=True)
+    ended = rehearse(holdfast, "--hosts=a,b", f"--ssh=./{ssh}", JOB)
+    assert ended.code == 1, ended
+    assert "a: the connection has ended" in ended.last
 
 
 def test_a_job_that_fails_undisturbed_shows_its_output(holdfast: Holdfast) -> None:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Holdfast, Running
-from tests.promises import promise
+from tests.promises import promise, proves
 
 COMMANDS = {
     "sbatch": f"""
@@ -105,6 +106,17 @@ def test_a_second_interrupt_does_not_wait_for_the_submission(holdfast: Holdfast,
         support.await_delivery(job.pid)
     ended = job.wait()
     assert (ended.code, ended.last) == (130, "holdfast: stopped by SIGINT")
+
+
+@proves("engines.signal-job-being-submitted")
+def test_an_sbatch_that_is_killed_is_one_line(holdfast: Holdfast, submit: Submit) -> None:
+    job = submit()
+    support.wait_until((holdfast.directory / "called").exists, "sbatch runs")
+    [sbatch] = psutil.Process(job.pid).children()
+    sbatch.kill()
+    ended = job.wait()
+    line = "holdfast submit: error: sbatch was killed by SIGKILL; `squeue --me` shows your jobs"
+    assert (ended.code, ended.last) == (1, line)
 
 
 @promise("""engines.submit-slurm-end-at-once: `holdfast submit slurm` returns when the job's script says that the agents

@@ -13,10 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.agent.node_checks import CheckProcess, objection_to
-from holdfast.checks import link
-from holdfast.checks.plan import parse_checks
+from holdfast.agent import node_checks
+from holdfast.agent.node_checks import CheckProcess, NodeChecks, objection_to
+from holdfast.agent.sinks import RunEnd, Sink
+from holdfast.checks import gate, link
+from holdfast.checks.gate import CheckResult
+from holdfast.checks.plan import CheckPlan, parse_checks
 from holdfast.loop import wait_readable
+from holdfast.rendezvous.solo import SoloCoordination
+from holdfast.rendezvous.static import StandaloneRendezvous
 from tests import support
 from tests.integration.test_ownership import freeze
 from tests.integration.test_ownership import freezer as freezer  # The fixture.
@@ -279,3 +284,78 @@ def test_a_stranger_without_the_secret_gets_nothing(good_node: Callable[[], dict
             pass
     to, back = link._transfer(offer)
     assert min(to, back) > 0, "it is still served"
+
+
+class Told(Sink):
+    def __init__(self) -> None:
+        self.results: list[CheckResult] = []
+
+    def checked(self, results: tuple[CheckResult, ...], delay_s: float | None) -> None:
+        self.results += results
+
+
+def outcome_of(trouble: Callable[[int], None], **options: Any) -> tuple[CheckResult, str | None]:
+    """What becomes of a check when something happens to the process that runs it."""
+    told = Told()
+    plan = CheckPlan(parse_checks("sleep 600"), excludes=True, **options)
+    checks = NodeChecks(plan, SoloCoordination(StandaloneRendezvous("r"), 1.0), (told,), lambda: "", lambda: "")
+    assert checks.want_place(None) == ""
+    assert checks._process is not None
+    pid = checks._process.pid
+    support.wait_until(lambda: support.tree(pid), "the check runs")
+    [check] = support.tree(pid)
+    trouble(pid)
+    until = time.monotonic() + support.DEADLINE_S
+    while not checks.poll() and time.monotonic() < until:
+        deadline = checks.deadline()
+        wait_readable(checks.fds(), max(0.0, deadline - time.monotonic()) if deadline is not None else 1.0)
+    checks.end(RunEnd("left"))
+    assert not support.survivors([pid, check])
+    [result] = told.results
+    return result, checks.unready
+
+
+def test_a_runner_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_checks, "_MARGIN_S", 0.5)
+    result, unready = outcome_of(support.halt, timeout_s=1.5)
+    assert (result.state, result.text) == ("failed", "no answer of its process")
+    assert unready == "its check sleep 600 failed: no answer of its process"
+
+
+@proves("checks.evidence")
+def test_a_runner_that_is_killed_says_nothing_about_the_node() -> None:
+    result, unready = outcome_of(lambda pid: psutil.Process(pid).kill())
+    assert (result.state, result.text, unready) == ("unknown", "its process was killed", None)
+
+
+@proves("checks.owned")
+def test_a_check_that_hangs_in_the_kernel_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, freezer: Path
+) -> None:
+    monkeypatch.setattr(gate, "FIRST_DELAY_S", 0.1)
+    told, pids = Told(), tmp_path / "pids"
+    command = f"sh -c 'echo $$ >> {pids}; test -e {tmp_path}/go || exec sleep 600'"
+    plan = CheckPlan(parse_checks(command), 2.0, excludes=True)
+    checks = NodeChecks(plan, SoloCoordination(StandaloneRendezvous("r"), 1.0), (told,), lambda: "", lambda: "")
+
+    def poll_until(count: int) -> None:
+        until = time.monotonic() + support.DEADLINE_S
+        while len(told.results) < count and time.monotonic() < until:
+            deadline = checks.deadline()
+            wait_readable(checks.fds(), max(0.0, deadline - time.monotonic()) if deadline is not None else 1.0)
+            checks.poll()
+
+    checks.want_place(None)
+    support.wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), "the check runs")
+    pid = int(pids.read_text())
+    freeze(freezer, pid)
+    poll_until(3)
+    assert len(pids.read_text().split()) == 1
+    assert all(f"process {pid} cannot be killed (state D" in each.text for each in told.results)
+    (freezer / "freezer.state").write_text("THAWED")
+    assert not support.survivors([pid])
+    (tmp_path / "go").touch()
+    told.results.clear()
+    poll_until(1)
+    assert (told.results[-1].state, checks.unready) == ("passed", None)
+    checks.end(RunEnd("left"))

@@ -163,6 +163,19 @@ def test_a_client_that_never_reads(server: CoordinatorProcess, honest: Settings)
         assert server.memory_bytes - before < 64 * MIB
 
 
+@proves("coordinator.store-bound-request-most")
+def test_half_messages_of_strangers_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with limited(tmp_path, held_bytes=3 << 19) as port, member(port) as modest, contextlib.ExitStack() as stack:
+        half = encode(protocol.StoreRequest(b"", 1, "set", ("k",), (bytes(1 << 19),)))[:-1]
+        modest.sock.sendall(half)
+        for number in range(4):
+            with contextlib.suppress(ConnectionError):
+                stack.enter_context(Peer(port)).enter(name=f"{number}").sock.sendall(half)
+        await_line(caplog, "has sent more than can be taken (1 MiB of all strangers), and is cut off")
+        modest.sock.sendall(b"\0")
+        assert modest.await_kind(protocol.StoreAnswer).problem == ""
+
+
 @promise("""coordinator.strangers-use-connections: Strangers cannot use up connections or descriptors; a connection that
     has not joined is a stranger, also after its handshake.""")
 @pytest.mark.parametrize("is_admitted", [False, True])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.agent import control
 from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.membership.protocol import MAJOR, MINOR
 from tests import support
@@ -99,6 +100,19 @@ def test_a_fact_that_never_comes_does_not_hold_it_up(tmp_path: Path, monkeypatch
         "broken": "not checked: RuntimeError: \x1b[2J",
         "quick": "x",
     }
+
+
+def test_a_control_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    assert control.objection_to(str(tmp_path / "new")) == ""
+    (tmp_path / "private").mkdir(0o700)
+    assert control.objection_to(str(tmp_path / "private")) == ""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o755)
+    (tmp_path / "file").touch()
+    for name in ("open", "file"):
+        assert control.objection_to(str(tmp_path / name)) == "it does not belong to this user alone"
+    assert control.objection_to(str(tmp_path / "none" / "new")) == f"it cannot be made in {tmp_path / 'none'}"
+    assert control.objection_to(str(tmp_path / "file" / "new")) == "Not a directory"
 
 
 @proves("steering.endpoint-tells-apart-name")

@@ -331,6 +331,27 @@ def test_the_lease_of_a_coordinator_that_ended_during_an_outage_is_revoked_after
         relay.close()
 
 
+@proves("etcd.write-answer-lost-sent")
+def test_a_leader_key_whose_answer_was_lost_is_this_nodes(etcd: EtcdServer, place: Place) -> None:
+    """The request is sent again, and finds the key that it has created."""
+    proxy = Relay(etcd.get_port())
+    proxy.is_deaf = True
+    locator = locator_of(place, f"127.0.0.1:{proxy.port},{place.endpoint}")
+    mine = Leader("127.0.0.1", 1, "mine", 8)
+    assert locator._create(mine, place.gateway.grant_lease(60)) == mine
+    locator.stop()
+    proxy.close()
+
+
+def test_a_look_that_is_not_wanted_any_more_starts_no_coordinator(place: Place) -> None:
+    """A node that looked for its coordinator has heard meanwhile that the run is over."""
+    locator = locator_of(place, place.endpoint)
+    locator.locate(7, 1, lambda: False, lambda: pytest.fail("there is none to be found"))
+    support.wait_until(lambda: not own_threads(), "the end of the look")
+    assert not place.left()
+    locator.stop()
+
+
 def requests(place: Place) -> float:
     with urlopen(f"http://{place.endpoint}/metrics", timeout=10) as answer:
         text = answer.read().decode()

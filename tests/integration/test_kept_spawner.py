@@ -18,7 +18,8 @@ from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.spawner import command, kept, server
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Channel, Lease, channel_pair
-from holdfast.process.workers.group import GroupSpec, new_group
+from holdfast.process.workers.group import GroupSpec
+from holdfast.process.workers.start import new_group
 from tests import support
 from tests.promises import proves
 

@@ -132,11 +132,11 @@ def test_an_elastic_run_that_succeeds_without_a_pod_completes_the_job(tmp_path: 
     with pods.cluster(tmp_path, pods.documents_of(manifest(tmp_path, nnodes="1:2"))) as cluster:
         controller = pods.JobController(cluster.spec)
         first, second = cluster.start_all()
-        worker(tmp_path, 1, 1)
+        [noted] = support.wait_until(lambda: [*tmp_path.glob("round-*-rank-1")], "both run", pods.DEADLINE_S)
         second.process.kill()
         second.process.wait(30)
         controller.ended(1, 137)
-        assert worker(tmp_path, 2, 0)["WORLD_SIZE"] == "1"
+        assert worker(tmp_path, int(noted.name.split("-")[1]) + 1, 0)["WORLD_SIZE"] == "1"
         finish(tmp_path, first)
         controller.ended(0, 0)
         assert controller.verdict == "Complete"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -118,6 +119,18 @@ def ten_and(rank_name: str) -> int:
 def test_a_function(backend: dict[str, Any]) -> None:
     results = elastic_launch(config(**backend), ten_and)("RANK")
     assert results == {0: 10, 1: 11, 2: 12, 3: 13}
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "args", "name"),
+    [
+        (functools.partial(functools.partial(ten_and, "RANK")), [], "ten_and"),
+        (sys.executable, ["-u", "script.py", "other.py"], "script.py"),
+        (None, ["script.py"], ""),
+    ],
+)
+def test_names(entrypoint: Any, args: list[Any], name: str) -> None:
+    assert launcher._get_entrypoint_name(entrypoint, args) == name
 
 
 def both(first: int, *, second: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 from holdfast.errors import UserError
 from holdfast.process import (
     DefaultLogsSpecs,
+    LogsDest,
     MultiprocessContext,
     PContext,
     RunProcsResult,
@@ -881,3 +883,25 @@ def test_filters_without_tee_are_said_to_be_useless(
     assert [message for message in caplog.messages if "no effect" in message] == [
         f"duplicate_{stream}_filters has no effect: {stream} of no worker is tee'd" for stream in useless
     ]
+
+
+@proves("output.log-dir-becomes-unusable")
+@pytest.mark.parametrize("choice", [{"redirects": Std.ALL}, {"tee": Std.ALL}])
+def test_log_files_that_cannot_be_opened_cost_the_logs_only(
+    starter: Starter, choice: dict[str, Std], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk may be full. It is said once, the console has what it would have, and so has the report."""
+
+    class Vanishing(DefaultLogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            dest = super().reify(envs)
+            shutil.rmtree(self.root_log_dir)
+            return dest
+
+    logs = Vanishing(str(starter.tmp_path / "logs"), **choice)  # type: ignore[arg-type]  # names of choices
+    code = "echo out; echo error >&2; exit 3"
+    assert starter.failure("bash", "-c", code, logs=logs, duplicate_stderr_filters=["error"]).message == "error"
+    teed = ("[test0]:out\n", "[test0]:error\n")
+    assert capfd.readouterr() == (teed if "tee" in choice else ("", ""))
+    (said,) = [message for message in caplog.messages if "cannot be opened" in message]
+    assert said.endswith("cannot be opened: No such file or directory; the workers run without them")

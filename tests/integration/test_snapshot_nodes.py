@@ -6,11 +6,13 @@ twice from another state, or loaded from another rank shows in the end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import HostError
+from holdfast.observe import ask
 from tests import nodes, support
 from tests.nodes import Scene
 from tests.promises import promise, proves
@@ -31,7 +35,7 @@ import holdfast
 home, last, label = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 rank, size, round = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["HOLDFAST_ROUND"]
 snapshots = holdfast.snapshots.open()
-saved = snapshots.load()
+saved = snapshots.load(reshard=os._exit) if (home / "reshard").exists() else snapshots.load()
 step, value = (saved.step, saved["value"]) if saved is not None else (0, rank + 1)
 
 
@@ -140,6 +144,24 @@ def run(tmp_path: Path) -> Iterator[Training]:
     finally:
         stage.close()
     stage.check()
+
+
+def test_workers_that_could_reshard_need_not_if_the_world_keeps_its_size(run: Training) -> None:
+    """Nothing has to move: each node has the parts of its ranks."""
+    (run.home / "reshard").touch()
+    run.pause_at(20)
+    for name in "ab":
+        run.train_on(name, "2", "--nproc-per-node", "2", "--max-restarts", "1")
+    run.await_step(20, 4)
+    victim = run.notes("steps", step=20, rank=3)
+    assert victim
+    (run.home / "fail").touch()
+    run.wait_for(lambda: "as the test wants it" in run.nodes[0].log or "as the test wants it" in run.nodes[1].log, "it")
+    (run.home / "fail").unlink()
+    run.go_on()
+    assert run.ended() == {"a": 0, "b": 0}
+    assert run.loaded(round=2) == dict.fromkeys(range(4), 20)
+    run.check_results(4)
 
 
 @promise(
@@ -324,3 +346,54 @@ def test_snapshots_of_a_run_are_listed_and_exported(run: Training) -> None:
     node.send(signal.SIGTERM)
     node.wait()
     assert "there are no snapshots" in run.ask("snapshots", "--dir", str(run.home / "notes"))
+
+
+@promise(
+    "snapshots.export-copies: `holdfast snapshots --export` writes parts of other nodes' ranks as well, from copies on "
+    "this host."
+)
+def test_an_agent_exports_the_copies_that_it_has(run: Training) -> None:
+    for name in "ab":
+        run.train_on(name, "2", "--nproc-per-node", "2", "--snapshot-copies", "1", last=2000)
+    run.wait_for(lambda: copied_steps(run), "a step that was copied")
+    run.pause_at(1)  # Now the last copies stay.
+    exported = run.home / "exported"
+    exported.mkdir()
+
+    def is_written() -> bool:
+        """As long as the training comes to a halt, a step may be gone when it is asked for."""
+        copied = copied_steps(run)
+        found = [each for each in run.listed(run.run_id) if each["step"] in copied]
+        [agent], _ = ask.find(pids=[run.nodes[0].pid])
+        request = {"command": "export", "snapshot": found[0]["key"], "directory": str(exported)} if found else {}
+        with contextlib.suppress(HostError):
+            return bool(ask.LocalRun([agent]).ask_node(agent.name, request))
+        return False
+
+    run.wait_for(is_written, "an export")
+    listed = run.listed("--dir", str(exported))[0]
+    assert (listed["missing"], listed["world_size"]) == ([], 4)
+
+
+@promise(
+    "snapshots.dead-mount: A directory for snapshots that does not answer does not hold up the agent: signals count at "
+    "once, and after 10 s the node joins without it."
+)
+def test_a_directory_on_a_dead_mount_holds_nothing_up(run: Training) -> None:
+    with support.dead_mount(run.disk):
+        node = run.train_alone("--nproc-per-node", "1", "--snapshot-dir", str(run.disk / "x"), last=5)
+        support.await_sleep(node.pid)
+        began = time.monotonic()
+        node.send(signal.SIGTERM)
+        assert node.wait() == 143
+        assert time.monotonic() - began < 8
+        node = run.train_alone("--nproc-per-node", "1", "--snapshot-dir", str(run.disk / "x"), last=5)
+        assert node.wait() == 0
+        assert f"--snapshot-dir {run.disk}/x: it did not answer within 10 s; this node goes on without it" in node.log
+    run.check_results(1, last=5)
+
+
+def test_copies_without_a_token_are_refused(run: Training) -> None:
+    node = run.start("a", "2", "--snapshot-copies", "1", script=run.train, args=("5", "x"))
+    assert node.wait() == 2
+    assert "token" in node.log

@@ -17,7 +17,8 @@ import pytest
 import holdfast
 from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.spawner.client import SpawnerLink
-from holdfast.process.workers.group import GroupSpec, PContext, new_group
+from holdfast.process.workers.group import GroupSpec, PContext
+from holdfast.process.workers.start import new_group
 from tests import entrypoints, support
 from tests.integration.test_warm import HARMLESS
 from tests.promises import promise, proves

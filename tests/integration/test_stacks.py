@@ -18,7 +18,8 @@ from holdfast.errors import HostError
 from holdfast.hangs import stacks
 from holdfast.hangs.compare import Look
 from holdfast.process.spawner import command
-from holdfast.process.workers.group import PContext, start_processes
+from holdfast.process.workers.group import PContext
+from holdfast.process.workers.start import start_processes
 from tests.promises import promise, proves
 from tests.support import DEADLINE_S, halt, wait_until, write_script
 

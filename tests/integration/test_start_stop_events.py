@@ -22,7 +22,8 @@ from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.spawner.wire import Lease
 from holdfast.process.workers import ladder
-from holdfast.process.workers.group import GroupSpec, PContext, SubprocessContext, new_group
+from holdfast.process.workers.group import GroupSpec, PContext, SubprocessContext
+from holdfast.process.workers.start import new_group
 from holdfast.rendezvous.coordination import AgentPush
 from holdfast.rendezvous.membership.model import End, Ended, Outcome, PlaceLost, Stop
 from holdfast.rendezvous.solo import SoloCoordination

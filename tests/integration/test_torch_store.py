@@ -227,6 +227,16 @@ def refused(served: Served, first: bytes) -> bytes:
     return b""
 
 
+@proves("workers.client-store-breaks-protocol")
+def test_lines_are_bounded() -> None:
+    with contextlib.closing(Served(_LINES_AT_MOST=3)) as served:
+        for _ in range(10):
+            refused(served, b"junk")
+        told = [served.line() for _ in range(3)]
+        assert told[2] == "is not a client of torch's store (further lines of this kind are left out)"
+        assert served.close() == ""
+
+
 @promise("""workers.client-store-breaks-protocol: A client of the store that breaks the protocol, exceeds a limit, does
     not read, says nothing, or speaks HTTP or TLS is cut off, with one line; strangers lock no client out.""")
 def test_other_programs_are_turned_away_with_one_line(served: Served) -> None:
@@ -247,6 +257,13 @@ def test_strangers_do_not_lock_clients_out() -> None:
         assert served.line() == "was the oldest of too many that said nothing"
         for stranger in strangers:
             stranger.close()
+
+
+@proves("workers.client-store-breaks-protocol")
+def test_a_stranger_that_says_nothing_is_turned_away() -> None:
+    with contextlib.closing(Served(_VALIDATE_WITHIN_S=0.2)) as served:
+        assert refused(served, b"") == b""
+        assert served.line() == "said nothing for 0.2 s"
 
 
 @proves("workers.client-store-breaks-protocol")

@@ -21,7 +21,8 @@ import pytest
 from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.spawner import command, template
 from holdfast.process.spawner.client import SpawnerLink
-from holdfast.process.workers.group import GroupSpec, PContext, new_group
+from holdfast.process.workers.group import GroupSpec, PContext
+from holdfast.process.workers.start import new_group
 from tests import entrypoints, support
 from tests.integration.test_bootstrap import BEHAVIOUR_CASES, EXIT_CASES, FACT_CASES, Case, lay_out
 from tests.promises import promise, proves

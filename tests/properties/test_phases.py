@@ -102,11 +102,12 @@ class Agent:
         self.place = self.failure = self.stop = None
         self.is_waiting = False
 
-    def joins(self, settings: Settings) -> Join:
+    def joins(self, settings: Settings, unready: str | None = None) -> Join:
         self.place = None
         self.is_connected = self.is_waiting = True
         heard_round = self.last_place.round if self.last_place else 0
-        return Join(self.facts, settings, self.last_place, heard_round, self.has_lost_place, self.failure, self.stop)
+        said = (self.has_lost_place, self.failure, self.stop)
+        return Join(self.facts, settings, self.last_place, heard_round, *said, unready=unready)
 
 
 @promise("""nodes.order-events-run-machine: In any order of events, the run's machine keeps its invariants, and its
@@ -214,12 +215,12 @@ class Run(RuleBasedStateMachine):
 
     # What nodes do.
 
-    @rule(name=WHO)
-    def join(self, name: str) -> None:
+    @rule(name=WHO, unready=st.sampled_from([None, None, "", "broken"]))
+    def join(self, name: str, unready: str | None = None) -> None:
         """One that is new, or has stopped its workers, or was lost; or joins again because its connection is new."""
         agent = self.agents[name]
         if agent.outcome is None and not agent.has_work and not agent.is_leaving:
-            self.say(agent, agent.joins(self.settings))
+            self.say(agent, agent.joins(self.settings, unready))
 
     @rule()
     def all_told_to_stop_join(self) -> None:

@@ -55,6 +55,7 @@ def test_a_check_is_a_built_in_name_or_a_command(text: str, checks: tuple[Check,
         ("sh -c 'a", "no closing quotation"),
         ("''", "names no command"),
         ("  ", "it is empty"),
+        ("x" * 16385, "all checks together have at most 16384 characters, not 16385; use a script"),
     ],
 )
 def test_a_wrong_check_is_named(text: str, problem: str) -> None:
@@ -176,6 +177,14 @@ def test_lines_of_the_kernel_about_hardware_are_found() -> None:
     found = built_in.kernel_trouble([*records, "junk", ""], 1500.0)
     assert found == [line for line, is_bad in lines.items() if is_bad]
     assert built_in.kernel_trouble(records, 5000.0) == []
+
+
+def test_a_log_of_the_kernel_that_says_nothing_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(built_in, "_KERNEL_LOG", "/nowhere")
+    with pytest.raises(built_in.NoEvidence, match="/nowhere: No such file or directory"):
+        built_in.kernel({})
+    monkeypatch.setattr(built_in, "_KERNEL_LOG", "/dev/null")  # As in some containers.
+    assert "no line about hardware" in built_in.kernel({})
 
 
 class Nvml:

@@ -176,6 +176,13 @@ def test_the_older_way_to_pass_the_local_rank(tokens: list[str], args: list[str]
     assert cli.config_from_args(parser.parse_args(tokens))[2] == args
 
 
+def test_the_older_way_does_not_fit_programs() -> None:
+    parser = cli.get_args_parser()
+    parser.add_argument("--use-env", action="store_true")
+    with pytest.raises(UserError, match="--no-python needs --use-env"):
+        cli.config_from_args(parser.parse_args(["--no-python", "prog"]))
+
+
 def install_logs_specs(directory: Path, monkeypatch: pytest.MonkeyPatch, group: str, source: str) -> None:
     (directory / "fake_logs.py").write_text(source)
     meta = directory / "fake_logs-1.dist-info"

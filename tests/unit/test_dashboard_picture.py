@@ -13,8 +13,8 @@ from holdfast.observe.ask import LastWord
 from holdfast.observe.dashboard.picture import Series, difference, node_of, picture_of, worker_facts
 from holdfast.observe.run_view import RunView, Told
 from holdfast.telemetry.history import HistoryStatus, RoundStatus
-from holdfast.telemetry.status import AgentStatus, NodeStatus, Refusal, RunStatus, WorkerStatus
-from tests.promises import proves
+from holdfast.telemetry.status import AgentStatus, NodeStatus, Refusal, RunStatus, SnapshotStatus, WorkerStatus
+from tests.promises import promise, proves
 
 
 def a_node(name: str, rank: int | None = 0, first: int | None = 0, **facts: Any) -> NodeStatus:
@@ -148,6 +148,20 @@ def test_the_last_word_completes_the_rounds() -> None:
     picture = picture_of(known(status, end=changed(last, status=changed(last.status, history=past))))
     assert [(each["round"], each["end"]) for each in picture["rounds"]] == [(1, "failed"), (2, "closed")]
     assert picture["totals"]["goodput"] == 0.5
+
+
+@promise("dashboard.last-snapshot: The dashboard shows the last step of which all nodes have a snapshot, and its age.")
+def test_the_last_snapshot_is_one_that_all_nodes_have() -> None:
+    def shown(*steps: int | None) -> Any:
+        agents = {
+            f"n{n}": an_agent("running", node_id=f"n{n}", snapshots=SnapshotStatus(step, 3.0 + n, 100, 1000))
+            for n, step in enumerate(steps)
+        }
+        return picture_of(known(a_run(a_node("n0"), a_node("n1", 1, 1)), agents=agents))["totals"]["snapshot"]
+
+    assert shown(8, 7) == {"step": 7, "age": "4s"}
+    assert shown(8, None) is None
+    assert shown() is None
 
 
 @proves("dashboard.fits-360-pixels-dark")

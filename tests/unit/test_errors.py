@@ -533,3 +533,19 @@ def test_a_recorded_process_prints_its_stack_on_a_fatal_signal(tmp_path: Path) -
     assert done.returncode == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in done.stderr
     assert "in main" in done.stderr
+
+
+def test_without_a_usable_stderr_initialize_only_warns(tmp_path: Path) -> None:
+    done = run_python(
+        """
+        import logging, sys
+        logging.basicConfig(stream=sys.stdout)
+        from holdfast import record
+        sys.stderr = None
+        record(print)("ran")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0
+    assert "faulthandler cannot be enabled" in done.stdout
+    assert "ran" in done.stdout

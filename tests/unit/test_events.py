@@ -212,6 +212,16 @@ def test_a_handler_that_raises_costs_one_warning(caplog: pytest.LogCaptureFixtur
     assert "out of order" in warning
 
 
+def test_what_is_no_handler_is_refused() -> None:
+    with pytest.raises(UserError, match="needs a name"):
+        events.register_handler("", Collector())
+    with pytest.raises(UserError, match=r"'odd'.*not int"):
+        events.register_handler("odd", 3)  # type: ignore[arg-type]
+    events.register_handler("odd", lambda: 3)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UserError, match="made 3"):
+        events.record(an_event(), "odd")
+
+
 @pytest.fixture
 def rdzv_collector() -> Collector:
     handler = Collector()

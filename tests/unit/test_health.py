@@ -135,6 +135,25 @@ def test_a_taken_port_is_one_warning_and_a_free_one_is_told(caplog: pytest.LogCa
         assert refused.endswith(f"port {first.port} is taken")
 
 
+def test_the_port_is_released_although_the_callback_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry_http, "_STOP_PATIENCE_S", 0.1)
+    was_asked, may_end = threading.Event(), threading.Event()
+
+    def hang() -> float:
+        was_asked.set()
+        may_end.wait(support.DEADLINE_S)
+        return time.time()
+
+    with serving(hang) as server, socket.create_connection(("127.0.0.1", server.port)) as caller:
+        caller.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert was_asked.wait(support.DEADLINE_S)
+        port = server.port
+        server.stop()
+        with socket.create_server(("", port)):
+            pass
+        may_end.set()
+
+
 @promise("""health.slow-callers-junk-lack: Slow callers, junk and a lack of descriptors do not prevent other callers
     from getting an answer.""")
 def test_slow_callers_do_not_keep_others_from_being_answered(no_descriptor_leak: None) -> None:

@@ -114,7 +114,8 @@ def bounded(store_bytes: int) -> KeyValues:
     return KeyValues(limits=Limits(store_bytes=store_bytes))
 
 
-@promise("coordinator.store-bound-request-most: The store has one bound, and a request has at most 16,384 keys.")
+@promise("""coordinator.store-bound-request-most: The store has one bound, a request has at most 16,384 keys, and half
+    messages of strangers are bounded together.""")
 @proves("coordinator.run-store-keeps-limits")
 def test_a_full_store_takes_all_of_a_request_or_nothing() -> None:
     store = bounded(6000)

@@ -38,6 +38,25 @@ def test_haste_only_shortens_the_grace() -> None:
     assert ladder.deadline == 102.0 + ANSWER_PATIENCE_S, "the spawner keeps its time to answer"
 
 
+@proves("ownership.kill-ladder-reason-stop", "workers.on-stop-grace")
+def test_functions_have_half_of_the_grace() -> None:
+    ladder = Ladder(SIGTERM, 30.0, 100.0, has_hooked=True)
+    assert ladder.deadline == 115.0
+    assert ladder.climb(114.9, has_leaders=True, is_swept=False) is None
+    assert ladder.climb(115.0, has_leaders=True, is_swept=False) is Action.SIGNAL_HOOKED
+    assert (ladder.is_killed, ladder.deadline) == (False, 130.0)
+    assert ladder.climb(130.0, has_leaders=True, is_swept=False) is Action.KILL_TREES
+
+
+@proves("workers.on-stop-grace")
+def test_haste_cuts_the_functions_short() -> None:
+    ladder = Ladder(SIGTERM, 30.0, 100.0, has_hooked=True)
+    ladder.hurry(5.0, 101.0)
+    assert ladder.climb(106.0, has_leaders=True, is_swept=False) is Action.KILL_TREES
+    ladder = Ladder(SIGTERM, 30.0, 100.0, has_hooked=True)
+    assert ladder.climb(101.0, has_leaders=False, is_swept=False) is Action.KILL_TREES, "none is left"
+
+
 @proves("ownership.kill-ladder-reason-stop")
 def test_a_spawner_that_does_not_answer_is_killed_once() -> None:
     assert ANSWER_PATIENCE_S > procfs.KILL_PATIENCE_S, "it names what it cannot kill"

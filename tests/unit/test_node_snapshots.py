@@ -67,7 +67,7 @@ def test_steps_that_were_reported_and_not_saved_are_lost(reached: int | None, lo
 def test_what_is_held_is_said_when_it_joins() -> None:
     node, link = begin(1000, Place(1, 3, 1, 2))
     run = SoloCoordination(None, 0.1)  # type: ignore[arg-type]  # It is not asked.
-    node.tell(run)
+    node.tell(run, None)
     assert run.held == (Held(STEP_9, ((2, 2),)),)
     told = node.status()
     assert told is not None

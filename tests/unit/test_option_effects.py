@@ -121,6 +121,7 @@ EFFECTS = {
     "role": Effect("trainer", lambda a: spec(a).role, "trainer"),
     "virtual_local_rank": Effect(None, lambda a: spec(a).virtual_local_rank, True),
     "numa_binding": Effect("socket", lambda a: group(a).numa_options, NumaOptions(AffinityMode.SOCKET)),
+    "cpus_per_worker": Effect("3", lambda a: group(a).cpus_per_worker, 3),
     "nnodes": Effect(
         "2:5", lambda a: (agreed(a).min_nodes, agreed(a).max_nodes), (2, 5), "--rdzv-backend=tcp --rdzv-endpoint=h:7"
     ),
@@ -181,6 +182,7 @@ EFFECTS = {
         HangPolicy(hang_timeout_s=60.0, pattern="step", progress_every_s=420.0),
         "--hang-timeout=60 --progress-pattern=step",
     ),
+    "peer_stacks": Effect("off", lambda a: group(a).peer_stacks, "off"),
     "log_dir": Effect("logs", lambda a: group(a).logs_specs.root_log_dir, "logs"),
     "redirects": Effect("1", lambda a: group(a).logs_specs._redirects, Std.OUT),
     "log_line_prefix_template": Effect("${rank} ", lambda a: group(a).log_line_prefix_template, "${rank} "),

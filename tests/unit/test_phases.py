@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import InternalError
-from holdfast.failures.records import Evidence, Failure
+from holdfast.failures.records import Evidence, Failure, Folded
 from holdfast.rendezvous.membership.model import (
     PHASE_CHANGES,
     Chosen,
@@ -1491,6 +1491,19 @@ def test_everybody_hears_that_a_round_is_stopped_because_it_hung() -> None:
 def test_other_failures_are_no_hangs() -> None:
     [stopped] = step(after(formed(PAIR)), failed("a", exception="ValueError"), 10.0)
     assert not stopped.message.is_hang
+
+
+@proves("failures.peers-places")
+def test_a_failure_that_points_at_a_peer_has_the_places_of_all_nodes() -> None:
+    run = after(formed(PAIR))
+    [stopped] = step(run, failed("a", blames_peer=True), 10.0)
+    assert stopped == Tell(keys("a b"), Stop(1, "a broke", is_failure=True, blames_peer=True))
+    step(run, joined("a", PAIR, 1, peers=(Folded((0, 1), "in a collective", "at x.py:1"),)), 10.1)
+    step(run, joined("b", PAIR, 1, peers=(Folded((2, 3), "in a collective", "at x.py:1"),)), 10.2)
+    assert run.outcome is not None
+    assert run.outcome.cause is not None
+    places = run.outcome.cause.evidence.peers
+    assert places == (Folded((1, 2, 3), "in a collective", "at x.py:1"),), "0 is the one that failed"
 
 
 def test_a_node_that_had_finished_hears_that_its_round_is_over() -> None:

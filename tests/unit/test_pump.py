@@ -494,6 +494,21 @@ class TestTrouble:
         finally:
             rig.tear_down()
 
+    def test_failing_poll_is_reported_and_tried_again(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        serve, failures = Pump._serve_ready, [MemoryError("none left")]
+
+        def flaky(self: Pump) -> None:
+            serve(self)
+            if failures:
+                raise failures.pop()
+
+        monkeypatch.setattr(Pump, "_serve_ready", flaky)
+        rig.copy((rig.add("log"), b""), (rig.add("log"), b"after all"))
+        assert rig.file("log") == b"after all"
+        wait_until(lambda: bool(rig.warnings), "the failure is reported")
+        assert len(rig.warnings) == 1
+        assert "MemoryError: none left" in rig.warnings[0]
+
 
 class BlockedConsole:
     """A pipe that is full and that nobody reads, until `read_all`."""

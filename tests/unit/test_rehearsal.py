@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from holdfast.frozen import changed
-from holdfast.rehearsal import plan
+from holdfast.rehearsal import plan, trial
 from holdfast.rehearsal.plan import Fault, Seen, Trial
 from tests.promises import promise, proves
 
@@ -24,11 +27,14 @@ UNDISTURBED = Seen(0, 10.0, last_step=40, result="abc")
         (Fault.NODE_LOST, {"max_nodes": 1}, "the run has one node"),
         (Fault.COORDINATOR_LOST, {"max_nodes": 1}, "the run has one node"),
         (Fault.DISK_FULL, {"can_fill_disk": False}, "cannot make a small disk"),
+        (Fault.DISK_FULL, {"is_remote": True}, "cannot be made on other hosts"),
+        (Fault.NODE_LOST, {"is_remote": True}, ""),
+        (Fault.NODE_LOST, {"is_remote": True, "can_return": False}, "without --rejoin-hosts a lost one"),
         (Fault.NEW_START, {"max_restarts": 0, "max_nodes": 1}, ""),
     ],
 )
-def test_obstacles(fault: Fault, changes: dict[str, int], why: str) -> None:
-    usual = {"max_nodes": 2, "max_restarts": 3, "has_hang_timeout": True, "can_fill_disk": True}
+def test_obstacles(fault: Fault, changes: dict[str, Any], why: str) -> None:
+    usual: dict[str, Any] = {"max_nodes": 2, "max_restarts": 3, "has_hang_timeout": True, "can_fill_disk": True}
     found = plan.obstacle(fault, **{**usual, **changes})
     assert why in found if why else found == ""
 
@@ -63,3 +69,10 @@ def test_the_table_names_what_was_not_survived() -> None:
     assert (why, last) == ("a worker stands still: no watch", "all 1 fault survived; compared: model.pt")
     assert plan.is_passed(trials)
     assert not plan.is_passed([*trials, Trial(Fault.DISK_FULL, "lost", "no end", seen)])
+
+
+def test_a_result_may_be_on_one_host_or_on_all(tmp_path: Path) -> None:
+    expected, output = trial.Expected(("model",)), tmp_path / "output"
+    one, all_of_them = expected.digest([["a"], [""]], output), expected.digest([["a"], ["a"]], output)
+    assert one == all_of_them
+    assert len({one, expected.digest([["a"], ["b"]], output), expected.digest([[""], [""]], output)}) == 3

@@ -25,13 +25,15 @@ def failure_of(result: RunResult, round: int, *, with_evidence: bool = False) ->
     node = os.uname().nodename
     if not result.failures:
         return Failure(node, text=f"the worker group is {result.state.name.lower()}")
+    from holdfast.failures import verdict  # Only after a failure.
+
     failures = {rank: report.ranked(each.failure, rank) for rank, each in result.failures.items()}
     root = failures.pop(cause.root_of_node(failures))
     evidence = Evidence(note=f"node {node} did not send its evidence of this failure")  # Unless it does.
     if with_evidence:
         reaped = sorted(failures.values(), key=lambda each: (each.order is None, each.order))
         evidence = changed(root.evidence, others=report.folded(map(report.as_folded, reaped)))
-    return changed(root, round=round, evidence=evidence)
+    return changed(root, round=round, evidence=evidence, blames_peer=verdict.is_about_peers(root))
 
 
 def add_agreed_cause(result: RunResult, outcome: Outcome, group_world_size: int) -> None:

@@ -23,6 +23,8 @@ _NOT_HOOKED = (
     "snapshots",
     "snapshot_order",
     "when_gone",
+    "look_at_peers",
+    "peers",
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import log, procfs, signals, text
 from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
+from holdfast.agent.examination import Examination
 from holdfast.agent.model import (
     TORCHELASTIC_ENABLE_FILE_TIMER,
     TORCHELASTIC_TIMER_FILE,
@@ -29,7 +30,7 @@ from holdfast.agent.model import (
 from holdfast.agent.snapshots import NodeSnapshots
 from holdfast.agent.workers import Workers
 from holdfast.errors import HoldfastError, HostError
-from holdfast.failures.records import Evidence, Failure
+from holdfast.failures.records import Evidence, Failure, Folded
 from holdfast.frozen import changed
 from holdfast.hangs.progress import GroupProgress
 from holdfast.log import Logger
@@ -40,10 +41,12 @@ from holdfast.process.output.logs import DefaultLogsSpecs
 from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Lease
-from holdfast.process.workers.group import GroupSpec, PContext, host_name, is_curable, new_group
+from holdfast.process.workers.group import GroupSpec, PContext, host_name, is_curable
+from holdfast.process.workers.start import new_group
 from holdfast.rendezvous.membership.model import Place, SnapshotOrder
 from holdfast.rendezvous.membership.restart_policy import Advance
-from holdfast.telemetry.metrics import put_call, put_metric
+from holdfast.stop_hooks import StopHooks
+from holdfast.telemetry.metrics import put_call
 
 if TYPE_CHECKING:
     from holdfast.hangs.compare import Picture
@@ -86,6 +89,8 @@ class LocalWorkers(Workers):
         self._start_began = self._stop_began = self._began_at = 0.0
         self._has_been_refused = False
         self._hangs: HangWatch | None = None
+        self._stop_hooks: StopHooks | None = None
+        self.examination = Examination(group, spec.peer_stacks, record)
         self._behind: tuple[Straggler, ...] = ()  # When they were stopped.
         self._link: SpawnerLink | None = None
         self._learning: Learning | None = None
@@ -104,6 +109,7 @@ class LocalWorkers(Workers):
 
     def begin_start(self, place: Place) -> None:
         self._place, self.context, self._start_began = place, None, time.monotonic()
+        self.examination.begin(place.round)
         self._is_running = self._has_been_refused = False
 
     def poll_start(self) -> Mapping[int, Any] | RunResult | None:
@@ -186,7 +192,8 @@ class LocalWorkers(Workers):
             self._shm_before = shared_memory.present()
         seen = {"watch": self._hangs and self._hangs.output, "copied": self.copied, "agreed_code": self.agreed_code}
         store_fd = self._run.listen_at_master() if self._place.serves_store and self._run is not None else None
-        self.context = new_group(self._spec, args, envs, prefixes, link=link, lease=lease, store_fd=store_fd, **seen)
+        told = {"store_fd": store_fd, "stop_hooks": self._stop_hooks}
+        self.context = new_group(self._spec, args, envs, prefixes, link=link, lease=lease, **told, **seen)
         self.context.begin_start()
         log.prepare()  # While they start: the line about the start should come before their first output.
 
@@ -360,6 +367,7 @@ class LocalWorkers(Workers):
         """For each life of the group watches of its own: of progress, and of hangs if the user wants that."""
         policy = self._group.spec.hang_policy
         self.progress, self._hangs = GroupProgress(envs, time.monotonic()), None
+        self._stop_hooks = StopHooks(envs, self.progress.board)
         if policy is not None and policy.is_on:
             from holdfast.hangs.watch import HangWatch
 
@@ -376,9 +384,10 @@ class LocalWorkers(Workers):
 
         reason = policy.words(verdict, limits)
         logger.warning("the workers hang: %s (--%s %g s); taking their stacks", reason, verdict.bound, verdict.limit_s)
-        picture, path = self._examine(context, reason)
+        picture, path = self.examination.hung(context, watch, reason)
         if context.wait(0) is not None or watch.look(context.running(), is_again=True) is None:
             logger.warning("the workers have moved while their stacks were taken, and go on")
+            self.examination.begin(self._place.round)
             return None
         return self._blame(context, picture, reason, path)
 
@@ -387,30 +396,21 @@ class LocalWorkers(Workers):
         if context is None or not context.running():
             return None
         reason = "another node found the run hanging"
-        picture, path = self._examine(context, reason)
+        picture, path = self.examination.hung(context, self._hangs, reason)
         return self._blame(context, picture, reason, path) if picture.is_cause_here else None
-
-    def _examine(self, context: PContext, reason: str) -> tuple[Picture, str]:
-        """Where the workers are, and the file that says it."""
-        from holdfast.hangs import watch
-
-        group = self._group
-        pids = context.running()
-        workers = {w.local_rank: (w.global_rank, pids[w.local_rank]) for w in group.workers if w.local_rank in pids}
-        picture = watch.examine(workers, self._hangs)
-        where = f"run {group.spec.run_id}, round {self._place.round}, host {os.uname().nodename}"
-        heading = f"{where}, {time.strftime('%Y-%m-%d %H:%M:%S')}"
-        path = watch.tell(picture, context.destinations, f"{heading}\n{reason}")
-        odd_ranks = ",".join(str(rank) for group in picture.odd for rank in group.ranks)
-        self._record("HUNG", details={"reason": reason, "odd_ranks": odd_ranks, "stacks": path})
-        put_metric(f"workers.{group.spec.role}.hung", 1)
-        return picture, path
 
     def _blame(self, context: PContext, picture: Picture, reason: str, path: str) -> RunResult:
         note = f"every thread of every worker is in {path}" if path else ""
         for pid, words, stack in picture.blamed(reason):
             context.blame(pid, note=note, hang=words, stack=stack, is_waiting=not picture.is_cause_here)
         return self._failed_result(context.failures())
+
+    def look_at_peers(self, *, blames_peer: bool) -> None:
+        if self.context is not None:
+            self.examination.failed(self.context, self.progress, blames_peer=blames_peer)
+
+    def peers(self) -> tuple[Folded, ...]:
+        return self.examination.peers
 
     def snapshot_order(self, order: SnapshotOrder) -> None:
         self.snapshots.transfers.obey(order)
@@ -458,16 +458,17 @@ class LocalWorkers(Workers):
 
     def _settled(self, context: PContext) -> RunResult:
         """Once all workers are stopped, all that they wrote has arrived: the evidence is complete."""
-        settled = self._failed_result(context.failures())
+        settled, stacks = self._failed_result(context.failures()), self.examination.kept_file(context)
         if settled.failures:
             from holdfast.failures import leftovers
 
             crashed = [failure.pid for failure in settled.failures.values() if failure.exitcode < 0]
             environments = self._by_global_rank({rank: {**os.environ, **env} for rank, env in context.envs.items()})
             left = tuple(leftovers.left_by(environments, crashed, self._began_at))
+            left = (*([stacks] if stacks else []), *left)
             known = {"logs": context.logs_dir, "left": left, "stragglers": self._behind}
-            for failure in settled.failures.values():
-                failure.evidence = changed(failure.evidence, **known)
+            for rank, failure in settled.failures.items():
+                failure.evidence = changed(failure.evidence, **known, peers=self.examination.peers_of(rank))
         return settled
 
     def send(self, number: signal.Signals) -> None:
@@ -543,6 +544,8 @@ class LocalWorkers(Workers):
 
     def _forget_progress(self) -> None:
         self._behind = ()
+        if self._stop_hooks is not None:
+            self._stop_hooks.close()
         if self.progress is not None:
             self.progress.close()
             self.progress = None

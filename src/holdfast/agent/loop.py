@@ -52,6 +52,7 @@ from holdfast.signals import NodeWentAway, RunClosed, RunWentAway, SignalExcepti
 
 if TYPE_CHECKING:
     from holdfast.agent.node_checks import NodeChecks
+    from holdfast.agent.snapshot_transfers import Listing
 
 logger = Logger(__name__)
 
@@ -83,6 +84,7 @@ class AgentLoop:
         self._result = RunResult(WorkerState.INIT)
         self._failed_round = self._hang_told_in = 0
         self._has_left = False
+        self._listing: Listing | None = None  # Of the snapshots on disk. This node joins when it is over.
 
     def run(self) -> RunResult:
         """Run to the end of the run. No worker is left after it, whatever happens."""
@@ -176,10 +178,15 @@ class AgentLoop:
         if checks is not None:
             fds += checks.fds()
             deadlines.append(checks.deadline())
+        if self._listing is not None:
+            fds.append(self._listing.fileno())
+            deadlines.append(self._listing.until)
         deadline = min((each for each in deadlines if each is not None), default=None)
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         wait_readable(fds, timeout_s, writable=workers.unsent_fds() if workers is not None else ())
         self._heed()
+        if self._listing is not None and self._listing.is_over:
+            self._send_join()
         if ends_at is not None and time.monotonic() >= ends_at:
             return [lifecycle.PeersTimedOut(self._machine.round)]
         if checks is not None and checks.poll():
@@ -294,6 +301,9 @@ class AgentLoop:
                     result = self._workers.examine()
                 if result is not None:
                     return lifecycle.WorkersFailed(round, self._failure(result))
+            case Stop(is_failure=True) if self._machine.phase is AgentPhase.RUNNING:
+                with in_hook():
+                    self._workers.look_at_peers(blames_peer=event.blames_peer)
         return event
 
     def _execute(self, command: lifecycle.Command) -> Sequence[lifecycle.Event]:
@@ -325,12 +335,19 @@ class AgentLoop:
         signals.inbox().raise_pending()  # One that came while the workers were being stopped.
         self._group.state = WorkerState.INIT if self._place is None else WorkerState.STOPPED
         self._workers.prepare(self._run)
+        self._run.advance, self._run.peers = self._workers.advance(), self._workers.peers()
+        snapshots = self._workers.snapshots
+        self._listing = snapshots.begin_listing() if snapshots is not None else None
+        if self._listing is None:
+            self._send_join()
+
+    def _send_join(self) -> None:
+        listing, self._listing = self._listing, None
+        if self._workers.snapshots is not None:
+            self._workers.snapshots.tell(self._run, listing)
         result, round = self._result, self._machine.round
         has_failed = self._failed_round == round > 0 and bool(result.failures)
         failure = causes.failure_of(result, round, with_evidence=True) if has_failed else None
-        self._run.advance = self._workers.advance()
-        if self._workers.snapshots is not None:
-            self._workers.snapshots.tell(self._run)
         if self._checks is not None:
             self._run.unready = self._checks.want_place(failure)
         self._run.join(failure)
@@ -370,6 +387,9 @@ class AgentLoop:
         if is_hang and run.has_leases and self._hang_told_in != round and (self._group.group_world_size or 1) > 1:
             # Once these workers are gone, the workers of the other nodes get an error and hang no more.
             wait_readable([], _OTHERS_LOOK_S)
+        if not is_hang:  # The others know by now; these workers are stopped a second later at most.
+            with in_hook():
+                self._workers.look_at_peers(blames_peer=failure.blames_peer)
 
     # The end.
 

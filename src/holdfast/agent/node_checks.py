@@ -22,7 +22,7 @@ from holdfast import procfs
 from holdfast.agent.lifecycle import Step
 from holdfast.agent.sinks import RunEnd, Sink
 from holdfast.checks import gate
-from holdfast.checks.gate import FAILED, CheckResult
+from holdfast.checks.gate import FAILED, UNKNOWN, CheckResult
 from holdfast.checks.plan import CheckPlan
 from holdfast.errors import HostError, UserError
 from holdfast.failures import verdict
@@ -62,6 +62,12 @@ def objection_to(check: Check) -> str:
     if word and "/" not in word and shutil.which(word) is None:
         return f"there is neither a built-in check nor a command {word!r}"
     return ""
+
+
+def _still_hangs(result: CheckResult) -> bool:
+    pid, start_time = result.stuck or (0, 0)
+    status = procfs.process_status(pid) if pid else None
+    return status is not None and status.start_time == start_time and status.state != "Z"
 
 
 class CheckProcess:
@@ -247,8 +253,14 @@ class NodeChecks(Sink):
     def _start(self) -> None:
         self._stop()
         plan = self._plan
-        checks = [{"name": each.name, "kind": each.kind, "words": each.words} for each in plan.checks]
-        self._results, self._turn = {}, self._turn + 1
+        # A process that hangs in the kernel is not joined by another one at each try.
+        self._results = {name: each for name, each in self._results.items() if _still_hangs(each)}
+        wanted = [each for each in plan.checks if each.name not in self._results]
+        if not wanted:
+            self._step(gate.ChecksEnded(self._found()))
+            return
+        checks = [{"name": each.name, "kind": each.kind, "words": each.words} for each in wanted]
+        self._turn += 1
         self._ends_by = time.monotonic() + plan.timeout_s + _MARGIN_S
         about = {"control": self._control_path(), "node_id": self._run.node_id, "turn": self._turn - 1}
         about["has_coordinator"] = self._run.has_leases
@@ -256,7 +268,7 @@ class NodeChecks(Sink):
         try:
             self._process = CheckProcess({**order, "path": sys.path})
         except OSError as error:
-            self._step(gate.ChecksEnded(self._found(f"it cannot be started: {error.strerror}")))
+            self._step(gate.ChecksEnded(self._found(FAILED, f"it cannot be started: {error.strerror}")))
 
     def _read(self, process: CheckProcess, now: float) -> None:
         said, is_over = process.read()
@@ -266,19 +278,20 @@ class NodeChecks(Sink):
             else:
                 self._results[each["name"]] = CheckResult(**each)
         if len(self._results) == len(self._plan.checks):
-            self._step(gate.ChecksEnded(self._found("")))
+            self._step(gate.ChecksEnded(self._found()))
         is_late = now >= self._ends_by
         if is_late:
             procfs.kill(process.pid)
         if is_late or is_over:
             self._stop()
-            self._step(gate.ChecksEnded(self._found("no answer of its process" if is_late else "its process died")))
+            trouble = (FAILED, "no answer of its process") if is_late else (UNKNOWN, "its process was killed")
+            self._step(gate.ChecksEnded(self._found(*trouble)))
 
-    def _found(self, trouble: str) -> tuple[CheckResult, ...]:
-        """In the order of the options. `trouble` is what became of those that have no result."""
-        return tuple(
-            self._results.get(each.name, CheckResult(each.name, FAILED, trouble)) for each in self._plan.checks
-        )
+    def _found(self, state: str = UNKNOWN, trouble: str = "") -> tuple[CheckResult, ...]:
+        """In the order of the options. `state` and `trouble` are those of checks that have no result."""
+        for name in (each.name for each in self._plan.checks):
+            self._results.setdefault(name, CheckResult(name, state, trouble))
+        return tuple(self._results[each.name] for each in self._plan.checks)
 
     def _stop(self) -> None:
         """The loop does not wait for the process."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from holdfast import escape
+from holdfast import escape, loop
 from holdfast.errors import UserError
 from holdfast.frozen import changed, fields_of
 from holdfast.log import Logger
@@ -35,6 +36,35 @@ _AT_THE_END = 2  # Nodes may be one step apart: what the others have is the newe
 
 _LAST_MOMENT_S = 0.5  # After the grace period, to hear of files that were written in it.
 _WRITTEN = "written"
+_DISK_LIMIT_S = 10.0  # For the directory to answer, which may be on a mount that is dead.
+
+
+class Listing:
+    """A look at the directory, in a thread of its own: on a dead mount it never ends. `fileno` can be read when it has
+    ended; after `until` it counts for nothing."""
+
+    def __init__(self, look: Callable[[], dict[Snapshot, list[disk.Found]]]) -> None:
+        self.until = time.monotonic() + _DISK_LIMIT_S
+        self.found: dict[Snapshot, list[disk.Found]] = {}
+        self.error: OSError | None = None
+        self.has_ended = False
+        self._look, self._wakeup = look, loop.Wakeup()
+        threading.Thread(target=self._run, name="holdfast-snapshot-dir", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.found = self._look()
+        except OSError as error:
+            self.error = error
+        self.has_ended = True
+        self._wakeup.wake()
+
+    def fileno(self) -> int:
+        return self._wakeup.fileno()
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_ended or time.monotonic() >= self.until
 
 
 class SnapshotTransfers:
@@ -57,22 +87,37 @@ class SnapshotTransfers:
         self._written: set[Snapshot] = set()
         self._on_disk: dict[Snapshot, list[disk.Found]] = {}
         self._has_looked = False
+        self._listing: Listing | None = None  # The last one.
         self._lines: set[str] = set()  # About the directory.
 
     # The directory.
 
-    def look_at_disk(self) -> dict[Snapshot, list[tuple[int, int]]]:
-        """The snapshots in the directory, with ranges of ranks. It is made if it is not there at the first look."""
+    def begin_listing(self) -> Listing | None:
+        """Have the directory listed. None if an earlier look at it has not ended: the mount is dead."""
+        if self._listing is None or self._listing.has_ended:
+            self._listing = Listing(self._listed)
+            return self._listing
         self._on_disk = {}
-        try:
-            if not self._has_looked:
-                os.makedirs(self._directory, exist_ok=True)
-            self._on_disk = self._found(self._say_once)
-        except OSError as error:
-            text = f"--snapshot-dir {self._directory}: {error.strerror}"
-            if not self._has_looked:
-                raise UserError(text) from None
-            logger.warning("%s", text)
+        return None
+
+    def _listed(self) -> dict[Snapshot, list[disk.Found]]:
+        """In the thread. The directory is made if it is not there at the first look."""
+        if not self._has_looked:
+            os.makedirs(self._directory, exist_ok=True)
+        return self._found(self._say_once)
+
+    def end_listing(self) -> dict[Snapshot, list[tuple[int, int]]]:
+        """The snapshots in the directory, with ranges of ranks."""
+        listing = self._listing
+        assert listing is not None
+        self._on_disk = listing.found if listing.has_ended else {}
+        problem = listing.error.strerror if listing.error is not None else ""
+        if problem and not self._has_looked:
+            raise UserError(f"--snapshot-dir {self._directory}: {problem}")
+        if not listing.has_ended:
+            problem = f"it did not answer within {_DISK_LIMIT_S:g} s; this node goes on without it"
+        if problem:
+            logger.warning("--snapshot-dir %s: %s", self._directory, problem)
         self._has_looked = True
         return {snapshot: ranges_of(each.part.rank for each in files) for snapshot, files in self._on_disk.items()}
 
@@ -94,13 +139,18 @@ class SnapshotTransfers:
         steps = sorted({snapshot[2] for snapshot in self._on_disk})
         if chosen is not None and chosen.snapshot is not None and not chosen.needs_reshard:
             for step in steps:
-                if step > chosen.snapshot.step and (path := disk.set_aside(self._directory, step)):
+                if step > chosen.snapshot.step and (path := self._set_aside(step)):
                     self._say_once(f"this run goes on from step {chosen.snapshot.step}; a later one is now {path}")
         elif steps:
             text = (
                 f"{self._directory} has step {steps[-1]}, which is not loaded as it is. Lower steps of this run count "
             )
             self._say_once(f"{text}less; give a training that begins anew another directory")
+
+    def _set_aside(self, step: int) -> str:
+        with contextlib.suppress(TimeoutError):
+            return loop.call_interruptibly(disk.set_aside, self._directory, step, timeout_s=_DISK_LIMIT_S)
+        return ""
 
     # A round.
 
@@ -257,7 +307,8 @@ class SnapshotTransfers:
     # For people.
 
     def export(self, snapshot: Snapshot, directory: str, then: Callable[[list[str]], None]) -> None:
-        self._order("write", snapshot, (directory, False), then)
+        """With the copies of other nodes' parts that are here."""
+        self._order("write", snapshot, (directory, True), then)
 
     def told(self) -> list[HeldParts]:
         """What is in the directory. Any thread may ask."""

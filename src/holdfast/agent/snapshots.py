@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from holdfast.agent.model import Worker
-    from holdfast.agent.snapshot_transfers import SnapshotTransfers
+    from holdfast.agent.snapshot_transfers import Listing, SnapshotTransfers
     from holdfast.process.spawner.client import SpawnerLink
     from holdfast.rendezvous.coordination import Coordination
     from holdfast.snapshots.slots import Snapshot
@@ -87,14 +87,18 @@ class NodeSnapshots:
             self._made = SnapshotTransfers(self._directory, self._bandwidth)
         return self._made
 
-    def tell(self, run: Coordination) -> None:
-        """Before this node joins: what it holds."""
+    def begin_listing(self) -> Listing | None:
+        """Before this node joins, look at the directory if there is one. `tell` follows when that is over."""
+        return self.transfers.begin_listing() if self._directory and self._limit_bytes != 0 else None
+
+    def tell(self, run: Coordination, listing: Listing | None) -> None:
+        """Before this node joins: what it holds, in memory and as the listing says."""
         self._run = run
         if self._limit_bytes == 0:
             return
         run.has_snapshots = True
         held = {tuple(snapshot): [*ranks] for snapshot, ranks in self._link.held} if self._link is not None else {}
-        for snapshot, ranks in (self.transfers.look_at_disk() if self._directory else {}).items():
+        for snapshot, ranks in (self.transfers.end_listing() if listing is not None else {}).items():
             held[snapshot] = held.get(snapshot, []) + ranks
         run.held = tuple(Held(SnapshotId(*key), tuple(map(tuple, ranks))) for key, ranks in held.items())
 

@@ -14,6 +14,7 @@ from holdfast.agent.model import RunResult, WorkerState
 
 if TYPE_CHECKING:
     from holdfast.agent.snapshots import NodeSnapshots
+    from holdfast.failures.records import Folded
     from holdfast.hangs.progress import GroupProgress
     from holdfast.process.output.lines import Copied
     from holdfast.process.workers.group import PContext
@@ -58,6 +59,14 @@ class Workers:
     def examine(self) -> RunResult | None:
         """The run hangs: see where these workers are. The result if the cause is among them."""
         return None
+
+    def look_at_peers(self, *, blames_peer: bool) -> None:
+        """A worker has failed, here or on another node, and these are about to be stopped: see where they are, if the
+        user wants that. Takes a second at most."""
+
+    def peers(self) -> tuple[Folded, ...]:
+        """Where these workers were when one of the run failed, as far as that was looked at."""
+        return ()
 
     def snapshot_order(self, order: SnapshotOrder) -> None:
         """The run wants the nodes to keep, to store or to let go a step of this round. The answers go to

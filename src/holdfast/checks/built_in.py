@@ -190,7 +190,9 @@ def kernel(order: Mapping[str, Any]) -> str:
 def _kernel_records(fd: int) -> Iterable[str]:
     while True:
         try:
-            yield os.read(fd, 8192).decode("utf-8", "replace")
+            if not (record := os.read(fd, 8192)):
+                return  # In some containers it is another file.
+            yield record.decode("utf-8", "replace")
         except BlockingIOError:
             return
         except BrokenPipeError:

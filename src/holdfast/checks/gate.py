@@ -32,13 +32,14 @@ PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
 @frozen
 class CheckResult:
     """`state` is PASSED, FAILED, or UNKNOWN if there is no evidence. `text` says in a line what was found, `output` has
-    the last lines of the check."""
+    the last lines of the check. `stuck` is a process of it that no signal ends: its pid and its start time."""
 
     name: str
     state: str
     text: str = ""
     seconds: float = 0.0
     output: str = ""
+    stuck: tuple[int, int] | None = None
 
 
 class GateState(StrEnum):

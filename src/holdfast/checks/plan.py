@@ -9,6 +9,7 @@ from holdfast.frozen import frozen
 
 BUILT_IN = ("memory", "disk", "path", "clock", "gpu", "link", "kernel")
 _WITH_PATH = ("disk", "path")
+_LONGEST = 16384  # A pipe takes that at once.
 KNOWN = ", ".join(f"{name}:PATH" if name in _WITH_PATH else name for name in BUILT_IN)
 
 
@@ -37,6 +38,8 @@ class CheckPlan:
 def parse_checks(text: str) -> tuple[Check, ...]:
     """One check a line. ValueError says what is wrong."""
     checks = {name: _check(name) for name in map(str.strip, text.splitlines()) if name}
+    if len(text) > _LONGEST:
+        raise ValueError(f"all checks together have at most {_LONGEST} characters, not {len(text)}; use a script")
     if not checks:
         raise ValueError(f"it is empty; give a command or one of {KNOWN}")
     return tuple(checks.values())

@@ -43,6 +43,7 @@ class _RunningCheck:
         self.ends_at = self._began + float(order["timeout_s"])
         self.output, self._size, self._trouble = bytearray(), 0, ""
         self.is_done, self._is_read = False, True
+        self._stuck: tuple[int, int] | None = None
         self._pipe, write_fd = os.pipe()
         owner = os.getpid()
         self.pid = os.fork()
@@ -64,7 +65,9 @@ class _RunningCheck:
         elif now >= self.ends_at and not self._trouble:
             self._kill(f"no end within {now - self._began:.0f} s")
         elif now >= self.ends_at:
-            self._finish(gate.FAILED, f"{self._trouble}; process {self.pid} cannot be killed ({_sleep_of(self.pid)})")
+            status, sleep = procfs.process_status(self.pid), _sleep_of(self.pid)
+            self._stuck = (self.pid, status.start_time) if status is not None else None
+            self._finish(gate.FAILED, f"{self._trouble}; process {self.pid} cannot be killed ({sleep})")
 
     def _read(self) -> None:
         """What is there. The end of the stream says nothing: a process that the check has left may hold it open."""
@@ -114,7 +117,8 @@ class _RunningCheck:
         lines = self.output[-2 * _SHOWN_CHARS :].decode("utf-8", "replace").splitlines()
         shown = "\n".join(lines[-_SHOWN_LINES:])[-_SHOWN_CHARS:]
         seconds = round(time.monotonic() - self._began, 3)
-        _say({"name": self.name, "state": state, "text": text, "seconds": seconds, "output": shown})
+        found = {"name": self.name, "state": state, "text": text, "seconds": seconds, "output": shown}
+        _say({**found, "stuck": self._stuck})
 
 
 def _sleep_of(pid: int) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import signals
 from holdfast.cli import console
-from holdfast.cli.arguments import command_line
+from holdfast.cli.arguments import command_line, policies
 from holdfast.cli.arguments.options import HOSTS, OPTIONS, RunArguments
 from holdfast.cli.arguments.program import (
     check_combination,
@@ -33,11 +33,7 @@ from holdfast.process.spawner.client import REPORT_FILE_VARIABLE, SUCCESS_FILE_V
 if TYPE_CHECKING:
     import argparse
 
-    from holdfast.checks.plan import CheckPlan
-    from holdfast.hangs.policy import HangPolicy
     from holdfast.launcher import LaunchConfig
-    from holdfast.process.workers.cpus import NumaOptions
-    from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 __all__ = [
     "config_from_args", "determine_local_world_size", "get_args_parser", "get_rdzv_endpoint", "get_use_env", "main",
@@ -57,7 +53,6 @@ ENGINE_VARIABLES = (
     "PBS_NODEFILE", "SKYPILOT_NODE_RANK", "HOLDFAST_SERVICE",
 )  # fmt: skip
 
-_NOTICES = ("notice_signal", "notice_file", "notice_worker_signal", "pass_signals")
 T = TypeVar("T")
 
 
@@ -362,16 +357,19 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         ),
         local_addr=args.local_addr,
         event_log_handler=args.event_log_handler,
-        numa_options=_numa_options(args.numa_binding) if args.numa_binding is not None else None,
+        numa_options=policies.numa_options(args.numa_binding) if args.numa_binding is not None else None,
         signals_to_handle=args.signals_to_handle,
+        notice_signal=args.notice_signal,
+        notice_file=args.notice_file,
         notice_time_s=args.notice_time,
-        **{name: getattr(args, name) for name in _NOTICES},
+        notice_worker_signal=args.notice_worker_signal,
+        pass_signals=args.pass_signals,
         duplicate_stdout_filters=args.duplicate_stdout_filters,
         duplicate_stderr_filters=args.duplicate_stderr_filters,
         virtual_local_rank=args.virtual_local_rank,
         shutdown_timeout=args.shutdown_timeout,
-        restart_policy=_restart_policy(args),
-        hang_policy=_hang_policy(args),
+        restart_policy=policies.restart_policy(args),
+        hang_policy=policies.hang_policy(args),
         health_port=args.health_port,
         exit_barrier_timeout=args.exit_barrier_timeout,
         preload=args.preload,
@@ -384,54 +382,10 @@ def config_from_options(args: RunArguments) -> LaunchConfig:
         snapshot_memory=args.snapshot_memory,
         snapshot_dir=args.snapshot_dir,
         snapshot_bandwidth=args.snapshot_bandwidth,
-        checks=_check_plan(args),
+        peer_stacks=args.peer_stacks,
+        cpus_per_worker=args.cpus_per_worker or 0,
+        checks=policies.check_plan(args),
     )
-
-
-def _restart_policy(args: RunArguments) -> RestartPolicy:
-    from holdfast.rendezvous.membership.restart_policy import FATAL_EXCEPTIONS, RestartPolicy
-
-    return RestartPolicy(
-        max_restarts=args.max_restarts,
-        window_s=args.restart_window,
-        backoff_s=args.restart_backoff,
-        fatal_exit_codes=args.fatal_exit_codes,
-        fatal_exceptions=FATAL_EXCEPTIONS if args.fatal_exceptions is None else args.fatal_exceptions,
-        uncounted_exit_codes=args.uncounted_exit_codes,
-        uncounted_exceptions=args.uncounted_exceptions,
-        no_progress_limit=args.no_progress_limit,
-        loss_limit=args.loss_limit,
-        loss_window_s=args.loss_window,
-    )
-
-
-def _check_plan(args: RunArguments) -> CheckPlan | None:
-    if not args.check:
-        return None
-    from holdfast.agent import node_checks
-
-    return node_checks.plan_of(args.check, args.check_timeout, excludes=args.check_action == "exclude")
-
-
-def _hang_policy(args: RunArguments) -> HangPolicy | None:
-    bounds = (args.hang_timeout, args.start_timeout, args.progress_every)
-    if (*bounds, args.progress_pattern, args.progress_signals) == (None,) * 5:
-        return None
-    from holdfast.hangs.policy import HangPolicy
-
-    return HangPolicy(
-        hang_timeout_s=args.hang_timeout,
-        start_timeout_s=args.start_timeout,
-        pattern=args.progress_pattern or "",
-        progress_every_s=args.progress_every,
-        signals=args.progress_signals,
-    )
-
-
-def _numa_options(mode: str) -> NumaOptions:
-    from holdfast.process.workers.cpus import AffinityMode, NumaOptions
-
-    return NumaOptions(AffinityMode(mode))
 
 
 def _dashboard(args: RunArguments, backend: str, settings: dict[str, Any]) -> Callable[[str], None]:
@@ -488,7 +442,8 @@ def _launch(args: RunArguments) -> None:
         log.error("%s; the other nodes will be told, and the run ends", refusal)
         config.refusal = refusal
     # Several workers that each start a thread for every CPU would be slower than one thread each.
-    if int(config.nproc_per_node) > 1 and "OMP_NUM_THREADS" not in os.environ:
+    is_bound = config.numa_options is not None or config.cpus_per_worker
+    if int(config.nproc_per_node) > 1 and "OMP_NUM_THREADS" not in os.environ and not is_bound:
         os.environ["OMP_NUM_THREADS"] = "1"
         log.debug("OMP_NUM_THREADS is not set; the workers get 1")
 

@@ -46,7 +46,7 @@ _ONE_HOST_ONLY = ("standalone", "node_rank", "local_addr")
 def run(args: Any) -> None:
     """Returns when the run has succeeded, and raises what went wrong."""
     client.drop_early()  # No worker runs in this process.
-    hosts = _hosts(args)
+    hosts = hosts_of(args)
     _check(args)
     if "nnodes" not in args.given:
         args.nnodes = str(len(hosts))
@@ -60,7 +60,7 @@ def run(args: Any) -> None:
     place = _place(args, backend, job.max_nodes)
     if backend == "static" and job.max_nodes != len(hosts):
         raise UserError(f"static nodes are always {job.max_nodes} (--nnodes), and the list has {len(hosts)} hosts")
-    ssh_command = _ssh(args)
+    ssh_command = ssh_of(args)
     archive = _archive(args, job.directory, len(hosts))
     if archive is not None and archive.script:
         script = f"./{archive.script}" if args.no_python else archive.script
@@ -126,7 +126,7 @@ def _detach(args: Any, job: JobSpec) -> None:
 # What the user has given.
 
 
-def _hosts(args: Any) -> tuple[host_list.Host, ...]:
+def hosts_of(args: Any) -> tuple[host_list.Host, ...]:
     given = [flag for flag, value in (("--hosts", args.hosts), ("--hostfile", args.hostfile),
                                       ("--host-discovery", args.host_discovery)) if value is not None]  # fmt: skip
     if len(given) > 1:
@@ -185,7 +185,7 @@ def _check(args: Any) -> None:
         raise UserError("script '-' is read from stdin, which the hosts do not have; give a file")
 
 
-def _ssh(args: Any) -> tuple[str, ...]:
+def ssh_of(args: Any) -> tuple[str, ...]:
     try:
         words = shlex.split(args.ssh)
     except ValueError as error:

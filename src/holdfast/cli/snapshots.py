@@ -42,8 +42,9 @@ examples:
 def get_parser() -> PlainParser:
     parser = runs.parser_for(PROGRAM, "List the snapshots of a run: steps, ages, sizes, and where they are.", _EPILOG)
     parser.add_argument("--dir", metavar="DIR", help="list those in a directory of --snapshot-dir; needs no run")
-    parser.add_argument("--export", metavar="DIR", help="have the agents of this host write their parts of the newest "
-                        "complete snapshot in memory to DIR/step-N, as safetensors files")  # fmt: skip
+    parser.add_argument("--export", metavar="DIR", help="have the agents of this host write the newest snapshot of "
+                        "which they have all parts, copies included, to DIR/step-N, as safetensors files; if parts are "
+                        "on other hosts only, the newest one in memory, without these")  # fmt: skip
     return parser
 
 
@@ -92,14 +93,10 @@ def _row(each: Listed) -> tuple[str, ...]:
 
 
 def _export(run: AskedRun, view: RunView, nodes: dict[str, SnapshotList], directory: str) -> str:
-    in_memory = [each for each in snapshots.listed(nodes) if "memory" in each.places and not each.missing]
-    if not in_memory:
-        raise HostError("no snapshot in memory is complete")
-    newest, here = in_memory[0], {name for name, told in view.agents.items() if told.is_here}
-    holders = [*newest.places["memory"]]
-    asked = [name for name in holders if name in here]
+    here = [name for name, told in view.agents.items() if told.is_here and name in nodes]
+    newest, asked, others = _chosen(nodes, here)
     if not asked:
-        raise HostError(f"step {newest.step} is on other hosts ({', '.join(holders)}); run this command there")
+        raise HostError(f"step {newest.step} is on other hosts ({', '.join(others)}); run this command there")
     os.makedirs(directory, exist_ok=True)
     request = {"command": "export", "snapshot": newest.key, "directory": os.path.abspath(directory)}
     lines = []
@@ -107,7 +104,21 @@ def _export(run: AskedRun, view: RunView, nodes: dict[str, SnapshotList], direct
         if isinstance(answer, HostError):
             raise HostError(f"{name}: {answer}")
         lines.append(f"{name}: wrote its part of step {newest.step} to {directory}/step-{newest.step}")
-    others = [] if newest.key[4] else [name for name in holders if name not in here]
     if others:
         _complain(f"parts of step {newest.step} are on other hosts ({', '.join(others)}); run this command there, too")
     return escape.lines("\n".join(lines)) + "\n"
+
+
+def _chosen(nodes: dict[str, SnapshotList], here: Sequence[str]) -> tuple[Listed, list[str], list[str]]:
+    """The snapshot to write, the nodes of this host that have a part of it, and the nodes of other hosts whose parts
+    would be missing. The newest one of which this host has every part, perhaps as a copy, comes first."""
+    of_this_host = snapshots.listed({name: nodes[name] for name in here})
+    for each in of_this_host:
+        if not each.missing and (holders := {*each.places.get("memory", ()), *each.places.get("copy", ())}):
+            return each, sorted(holders), []
+    in_memory = [each for each in snapshots.listed(nodes) if "memory" in each.places and not each.missing]
+    if not in_memory:
+        raise HostError("no snapshot in memory is complete")
+    newest = in_memory[0]
+    holders = {*newest.places["memory"]}
+    return newest, sorted(holders & {*here}), sorted(holders - {*here})

@@ -50,10 +50,12 @@ class Evidence:
     left: Annotated[tuple[wire.Path, ...], wire.UP_TO_16] = ()  # Core files and dumps of its group.
     stragglers: Annotated[tuple[Straggler, ...], wire.UP_TO_16] = ()  # Workers of its group that were slow.
     others: Annotated[tuple[Folded, ...], wire.UP_TO_16] = ()  # The later failures of its group, in order.
+    peers: Annotated[tuple[Folded, ...], wire.UP_TO_16] = ()  # Where its peers were (`failures/peers.py`).
 
     def size_chars(self) -> int:
         texts = [value for value in fields_of(self).values() if isinstance(value, str)]
-        folded = sum(len(each.ranks) + len(each.kind) + len(each.words) for each in self.others)
+        records = (*self.others, *self.peers)
+        folded = sum(len(each.ranks) + len(each.kind) + len(each.words) for each in records)
         return sum(map(len, [*texts, *self.left])) + folded
 
 
@@ -64,7 +66,8 @@ class Failure:
     `exception` is the class by which the restart policy knows it: the name of the exception, `HANG`, `REFUSAL` or
     empty. `kind` is the kind of death in words for people. `words` say what happened, `text` is the same with rank and
     pid. `is_consequence`: it looks like the result of another failure (a connection closed by a peer). `order` is the
-    position in which the spawner reaped it. A rank or a local rank below 0, a pid or a round of 0 are not known.
+    position in which the spawner reaped it. `blames_peer`: the places of its peers say more than it does. A rank or a
+    local rank below 0, a pid or a round of 0 are not known.
     """
 
     node: wire.Name = ""
@@ -81,3 +84,4 @@ class Failure:
     round: wire.Count = 0
     timestamp: wire.AnyInt = 0  # In whole seconds since the epoch, by the clock of its host. Only shown.
     order: wire.Count | None = None
+    blames_peer: bool = False

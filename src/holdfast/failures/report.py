@@ -319,7 +319,8 @@ def run_text(report: RunReport) -> str:
     lines = ["", border, f"{escape.one_line(report.name)} FAILED", *run, rule]
     lines += ["Root Cause (first observed failure):", *_first_lines(report)]
     sections = (
-        _cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _verdict_lines, _check_lines, _where_lines,
+        _peer_lines, _cascade_lines, _stopped_lines, _straggler_lines, _restart_lines, _verdict_lines, _check_lines,
+        _where_lines,
     )  # fmt: skip
     lines += [line for section in sections for line in section(report)]
     return "\n".join([*lines, border, f"Cause: {escape.one_line(report.cause)}"])
@@ -337,6 +338,16 @@ def _first_lines(report: RunReport) -> list[str]:
 
 def _has_exitcode(first: Failure) -> bool:
     return not first.evidence.refusal and first.kind != LOST_NODE
+
+
+def _peer_lines(report: RunReport) -> Iterator[str]:
+    if not report.first.evidence.peers:
+        return
+    from holdfast.failures import peers
+
+    yield "The others, when it failed:"
+    for sentence in peers.sentences(report.first.evidence.peers):
+        yield from _wrapped(sentence, "  ")
 
 
 def _cascade_lines(report: RunReport) -> Iterator[str]:
@@ -407,9 +418,10 @@ def _wrapped(line: str, indent: str = "") -> Iterator[str]:
 
 def run_dict(report: RunReport) -> dict[str, Any]:
     """For JSON, which escapes by itself, in words that docs/report.md explains."""
-    from holdfast.failures import verdict
+    from holdfast.failures import peers, verdict
 
     evidence = report.first.evidence
+    others = evidence.peers
     return {
         "version": VERSION,
         **{name: getattr(report, name) for name in ("name", "run_id", "nodes", "cause", "exit_code")},
@@ -418,6 +430,10 @@ def run_dict(report: RunReport) -> dict[str, Any]:
         "cascade": [{"ranks": list(each.ranks), "kind": each.kind, "words": each.words} for each in report.cascade],
         "stopped": [{"how": how or None, "ranks": list(ranks)} for how, ranks in report.stopped],
         "stragglers": [fields_of(each) for each in evidence.stragglers],
+        "peers": [
+            {"ranks": list(each.ranks), "kind": each.kind, "place": each.words, "stands_out": each in peers.odd(others)}
+            for each in others
+        ],
         "restarts": {
             "used": report.restarts_used,
             "allowed": report.restarts_allowed,

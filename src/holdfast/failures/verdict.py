@@ -180,6 +180,17 @@ RULES = (
 # fmt: on
 
 
+# After these, the places of the other workers say more than the one that failed (`--peer-stacks`).
+_ABOUT_PEERS = frozenset({"nccl-remote", "nccl-system", "collective-timeout", "peer-gone", "hang", "expired-timer"})
+
+
+def is_about_peers(failure: Failure) -> bool:
+    """Whether it failed of a time-out, a closed connection or a hang, so that a peer may be the cause. Other nodes wait
+    for the answer, and to compile the whole table takes milliseconds: most failures match none of these rules."""
+    may_be = any(rule.matches(failure) for rule in RULES if rule.name in _ABOUT_PEERS)
+    return may_be and judged(failure).name in _ABOUT_PEERS
+
+
 def judged(failure: Failure) -> Rule:
     """The first rule that matches, else `NONE`."""
     return next((rule for rule in RULES if rule.matches(failure)), NONE)

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast import escape
+from holdfast.failures.peers import CANNOT_RUN, ELSEWHERE, IN_COLLECTIVE
+from holdfast.failures.records import Folded
 from holdfast.failures.report import ranks_text
 from holdfast.frozen import frozen
 
@@ -106,17 +108,22 @@ class WorkerLook:
         return next((look for look in (self.leader, *others) if look.state in _FROZEN), None)
 
     @property
-    def is_in_collective(self) -> bool:
-        """Judged by the user's innermost frame and those above it."""
+    def collective(self) -> str:
+        """The function in which it waits for its peers, if it does; judged by the user's innermost frame and those
+        above it."""
         for frame in self.main:
             if frame.is_native:
                 if _COLLECTIVE_SYMBOL.search(frame.name):
-                    return True
+                    return "a collective"
             elif _COLLECTIVE_NAME.fullmatch(frame.name) or _COLLECTIVE_FILE.search(frame.file):
-                return True
+                return frame.name
             elif not _LIBRARY.search(frame.file):
                 break
-        return False
+        return ""
+
+    @property
+    def is_in_collective(self) -> bool:
+        return bool(self.collective)
 
 
 @frozen
@@ -195,6 +202,21 @@ def place(look: WorkerLook) -> str:
 
 def _kernel_place(look: Look) -> str:
     return f"in the kernel's {look.waits_in}" if look.waits_in else ""
+
+
+def folded(looked: Picture) -> tuple[Folded, ...]:
+    """The groups for the report of a failure: which ranks were at which place."""
+    return tuple(Folded(group.ranks, *_kind_and_place(group.first)) for group in looked.groups)
+
+
+def _kind_and_place(look: WorkerLook) -> tuple[str, str]:
+    if look.frozen is not None:
+        return CANNOT_RUN, f"{_FROZEN[look.frozen.state]}, {place(look)}"
+    if not look.is_in_collective:
+        return ELSEWHERE, place(look)
+    # The user's own barrier function is the place.
+    where, name = place(look), look.collective
+    return IN_COLLECTIVE, where if f" in {name}" in where else f"in {name}, {where}"
 
 
 def found(looked: Picture, rank: int) -> str:

@@ -29,20 +29,20 @@ class GroupProgress:
 
     def __init__(self, envs: Mapping[int, dict[str, str]], now: float) -> None:
         self._count = len(envs)
-        self._board: progress_board.Board | None = None
+        self.board: progress_board.Board | None = None
         self._looked_at = now
         self._tracks: dict[int, Track] = {}
         self.output: OutputWatch | None = None
         try:
-            self._board = progress_board.Board(len(envs))
+            self.board = progress_board.Board(len(envs))
             for rank, env in envs.items():
-                env[progress_board.VARIABLE] = self._board.address(rank)
+                env[progress_board.VARIABLE] = self.board.address(rank)
         except OSError as error:
             logger.warning("calls of holdfast.progress() will not be seen: %s", error.strerror)
 
     def of(self, local_rank: int) -> tuple[float | None, int | None]:
         """When that worker last called `holdfast.progress` (monotonic), and its step. Any thread may ask."""
-        return self._board.read(local_rank) if self._board is not None else (None, None)
+        return self.board.read(local_rank) if self.board is not None else (None, None)
 
     def calls(self) -> dict[int, tuple[float, int | None]]:
         """Local rank -> time and step, of the workers that have called it."""
@@ -86,5 +86,5 @@ class GroupProgress:
         return (track if track is not None and track.unit == unit else Track(unit)).added(at, count)
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
+        if self.board is not None:
+            self.board.close()

@@ -20,8 +20,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from typing import IO, Any, TypeVar
 
 from holdfast import escape, procfs
@@ -166,6 +166,7 @@ def _source_line(path: str, number: int) -> str:
 
 # faulthandler.
 
+_THREAD_MARK = "(most recent call first):"
 _FRAME = re.compile(r'\s*File "(.*)", line (\d{1,9}) in (.*)')
 
 
@@ -173,28 +174,48 @@ def _faulthandler_threads(pid: int, state: str, timeout_s: float) -> tuple[Threa
     """Send the signal, and read the answer from the black box."""
     if state in ("T", "t"):
         raise HostError("a stopped process does not answer signals")
-    try:
-        pidfd = os.pidfd_open(pid)
-        try:
-            with _open_black_box(pid) as box:
-                before = os.fstat(box.fileno()).st_size
+    found = asked([pid], min(timeout_s, _SIGNAL_PATIENCE_S))[pid]
+    if isinstance(found, HostError):
+        raise found
+    return found
+
+
+def asked(
+    pids: Iterable[int], timeout_s: float, *, main_only: bool = False
+) -> dict[int, tuple[Thread, ...] | HostError]:
+    """The stacks that these processes write themselves, all at the same time, or why they do not. `main_only`: those of
+    their main threads."""
+    found: dict[int, tuple[Thread, ...] | HostError] = {}
+    until_s, boxes = time.monotonic() + timeout_s, dict[int, tuple[int, int]]()
+    with ExitStack() as opened:
+        for pid in pids:
+            try:
+                pidfd = os.pidfd_open(pid)
+                opened.callback(os.close, pidfd)
+                box = opened.enter_context(_open_black_box(pid)).fileno()
+                before = os.fstat(box).st_size
                 signal.pidfd_send_signal(pidfd, DUMP_SIGNAL)
-                text = _await_text(box.fileno(), before, time.monotonic() + min(timeout_s, _SIGNAL_PATIENCE_S))
-        finally:
-            os.close(pidfd)
-    except OSError as error:
-        raise HostError(f"no faulthandler: {error.strerror}") from None
-    threads = parse_faulthandler(text)
-    if not threads:
-        raise HostError("the output of its faulthandler cannot be parsed")
-    return threads
+                boxes[pid] = box, before
+            except OSError as error:
+                found[pid] = HostError(f"no faulthandler: {error.strerror}")
+            except HostError as error:
+                found[pid] = error
+        for pid, text in _await_texts(boxes, until_s).items():
+            found[pid] = _answer(text[text.rfind("\n", 0, text.rfind(_THREAD_MARK)) + 1 :] if main_only else text)
+    return found
+
+
+def _answer(text: str) -> tuple[Thread, ...] | HostError:
+    if not text:
+        return HostError("its faulthandler did not answer: every thread blocks its signal, or the kernel holds it")
+    return parse_faulthandler(text) or HostError("the output of its faulthandler cannot be parsed")
 
 
 def parse_faulthandler(text: str) -> tuple[Thread, ...]:
     """The threads in the output of faulthandler, which lists the newest first and so the main thread last."""
     blocks: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
-        if line.endswith("(most recent call first):"):
+        if line.endswith(_THREAD_MARK):
             blocks.append((line.partition(" (most")[0].rpartition(" ")[2], []))
         elif blocks and (found := _FRAME.fullmatch(line)):
             blocks[-1][1].append(_frame(found[3], found[1], int(found[2])))
@@ -214,18 +235,22 @@ def _open_black_box(pid: int) -> IO[bytes]:
     raise HostError("it has closed its black box, into which faulthandler would write")
 
 
-def _await_text(fd: int, start: int, until_s: float) -> str:
-    """What is added to the box. It has no end mark, so it is complete when it has stopped growing."""
-    size, changed_s = start, time.monotonic()
+def _await_texts(boxes: Mapping[int, tuple[int, int]], until_s: float) -> dict[int, str]:
+    """What is added to each box, behind its former size; of much, the end. It has no end mark, so it is complete when
+    it has stopped growing."""
+    sizes = {pid: (before, 0.0) for pid, (_, before) in boxes.items()}  # And since when.
     while (now := time.monotonic()) < until_s:
-        if (grown := os.fstat(fd).st_size) != size:
-            size, changed_s = grown, now
-        elif size > start and now - changed_s > _STILL_S:
+        for pid, (box, _) in boxes.items():
+            if (size := os.fstat(box).st_size) != sizes[pid][0]:
+                sizes[pid] = size, now
+        if all(since and now - since > _STILL_S for _, since in sizes.values()):
             break
         time.sleep(_LOOK_AGAIN_S)
-    if size == start:
-        raise HostError("its faulthandler did not answer: every thread blocks its signal, or the kernel holds it")
-    return os.pread(fd, min(size - start, _TEXT_LIMIT_BYTES), start).decode("utf-8", "replace")
+    starts = {pid: max(before, sizes[pid][0] - _TEXT_LIMIT_BYTES) for pid, (_, before) in boxes.items()}
+    return {
+        pid: os.pread(box, sizes[pid][0] - starts[pid], starts[pid]).decode("utf-8", "replace")
+        for pid, (box, _) in boxes.items()
+    }
 
 
 # Several processes.

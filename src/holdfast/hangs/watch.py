@@ -162,11 +162,8 @@ def _look_at_all(pids: Collection[int], native: bool) -> dict[int, Look]:
 
 def tell(picture: Picture, destinations: LogsDest, heading: str) -> str:
     """Log the groups and write everything into a file beside the logs of this attempt. Returns its path, if any."""
-    paths = (destinations.filtered_stdout, destinations.filtered_stderr, *destinations.error_files.values())
-    kept = (os.path.dirname(path) for path in paths if path and path != os.devnull)
-    directory = next(filter(os.path.isdir, kept), "")
     path, trouble = "", "nothing is kept under /dev/null"
-    if directory:
+    if directory := directory_for(destinations):
         try:
             path = write_file(picture, directory, heading)
         except OSError as error:
@@ -176,6 +173,13 @@ def tell(picture: Picture, destinations: LogsDest, heading: str) -> str:
     shown = compare.summary(picture) if path else compare.full_text(picture)
     logger.warning("%s\n%s", shown, escape.one_line(where), extra=escape.HAS_LINES)
     return path
+
+
+def directory_for(destinations: LogsDest) -> str:
+    """Where files about this attempt are kept; empty if nothing is."""
+    paths = (destinations.filtered_stdout, destinations.filtered_stderr, *destinations.error_files.values())
+    kept = (os.path.dirname(path) for path in paths if path and path != os.devnull)
+    return next(filter(os.path.isdir, kept), "")
 
 
 def write_file(picture: Picture, directory: str, heading: str) -> str:

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from inspect import get_annotations
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -49,7 +48,7 @@ _OTHERS_LIMIT_S = 5.0
 
 # The records were defined without msgspec, which agents that no one asks do not import.
 for _kind in [each for module in (history, stragglers, status) for each in vars(module).values()]:
-    if isinstance(_kind, type) and "wire." in str(get_annotations(_kind)):
+    if isinstance(_kind, type) and "wire." in str(getattr(_kind, "__annotations__", "")):
         _kind.__annotations__ = get_type_hints(_kind, localns={"wire": wire_types}, include_extras=True)
 
 

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast import escape, signals
+from holdfast.frozen import changed
 from holdfast.observe.run_view import RunView
 from holdfast.telemetry.history import HistoryStatus
-from holdfast.telemetry.status import AgentStatus, WorkerStatus
+from holdfast.telemetry.status import AgentStatus, SnapshotStatus, WorkerStatus
 from holdfast.text import plural, size_text
 
 _WIDEST_CELL = 60
@@ -78,15 +79,20 @@ def history_line(history: HistoryStatus) -> str:
     return line
 
 
-def snapshot_line(agents: Iterable[AgentStatus]) -> str:
-    """The newest step that all of these nodes have; empty if a node has none."""
+def last_snapshot(agents: Iterable[AgentStatus]) -> SnapshotStatus | None:
+    """The newest step that all of these nodes have, with the memory of all; None if a node has none."""
     told = [agent.snapshots for agent in agents if agent.workers]
     known = [each for each in told if each is not None and each.step is not None]
     if not known or len(known) < len(told):
+        return None
+    return changed(min(known, key=lambda each: each.step or 0), used_bytes=sum(each.used_bytes for each in known))
+
+
+def snapshot_line(agents: Iterable[AgentStatus]) -> str:
+    last = last_snapshot(agents)
+    if last is None:
         return ""
-    oldest = min(known, key=lambda each: each.step or 0)
-    used = size_text(sum(each.used_bytes for each in known))
-    return f"snapshot of step {oldest.step}, saved {age_text(oldest.age_s)} ago ({used} in memory)"
+    return f"snapshot of step {last.step}, saved {age_text(last.age_s)} ago ({size_text(last.used_bytes)} in memory)"
 
 
 def notice_line(view: RunView) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from holdfast.process.workers.functions import MultiprocessContext as MultiprocessContext
     from holdfast.process.workers.group import PContext as PContext
     from holdfast.process.workers.group import SubprocessContext as SubprocessContext
-    from holdfast.process.workers.group import start_processes as start_processes
+    from holdfast.process.workers.start import start_processes as start_processes
     from holdfast.process.workers.worker import RunProcsResult as RunProcsResult
     from holdfast.signals import SignalException as SignalException
 
@@ -29,7 +29,8 @@ __all__, __getattr__, __dir__ = lazy.exports(
         "holdfast.process.errors": "ProcessFailure",
         "holdfast.process.output.logs": "DefaultLogsSpecs LogsDest LogsSpecs Std get_std_cm to_map",
         "holdfast.process.workers.functions": "MultiprocessContext",
-        "holdfast.process.workers.group": "PContext SubprocessContext start_processes",
+        "holdfast.process.workers.group": "PContext SubprocessContext",
+        "holdfast.process.workers.start": "start_processes",
         "holdfast.process.workers.worker": "RunProcsResult",
         "holdfast.signals": "SignalException",
     },

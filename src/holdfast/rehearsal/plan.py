@@ -5,7 +5,8 @@ its result is. Every other trial has one fault, at a moment that is drawn from t
 
     a worker is killed             the worker group starts again; needs --max-restarts
     a worker stands still          SIGSTOP; needs --hang-timeout, or no launcher notices it
-    a node is lost                 its agent is killed, another one comes a second later; needs several nodes
+    a node is lost                 its agent is killed, another one comes a second later; needs several nodes, and with
+                                   --hosts that the run can do without the host, or --rejoin-hosts
     the coordinator is lost        needs several nodes
     the disk for logs is full      the job must not notice it
     a stop and a new start         SIGTERM to all agents, then the same command again
@@ -61,8 +62,16 @@ class Trial:
     seen: Seen | None = None
 
 
-def obstacle(fault: Fault, max_nodes: int, max_restarts: int, has_hang_timeout: bool, can_fill_disk: bool) -> str:
-    """Why the job cannot be rehearsed with this fault, or nothing."""
+def obstacle(
+    fault: Fault, max_nodes: int, max_restarts: int, has_hang_timeout: bool, can_fill_disk: bool, *,
+    is_remote: bool = False, can_return: bool = True,
+) -> str:  # fmt: skip
+    """Why the job cannot be rehearsed with this fault, or nothing. `can_return`: the run does not need every host, or
+    connects again to one that was lost."""
+    if fault is Fault.DISK_FULL and is_remote:
+        return "a small disk cannot be made on other hosts"
+    if fault is Fault.NODE_LOST and not can_return:
+        return "the run needs every host (--nnodes), and without --rejoin-hosts a lost one does not come back"
     if fault in (Fault.NODE_LOST, Fault.COORDINATOR_LOST) and max_nodes == 1:
         return "the run has one node (--nnodes 1)"
     if fault is Fault.WORKER_FROZEN and not has_hang_timeout:

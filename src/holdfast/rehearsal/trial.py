@@ -1,8 +1,8 @@
-"""One trial: the job's agents on this host, a fault at its moment, and what was seen.
+"""One trial: the job's agents on this host, a fault at its moment, and what was seen. `remote` has trials on others.
 
 Each node of the job is an agent of its own, started as `holdfast run` would be, with a run id that no other run has.
-The trial looks at the statuses of its agents several times a second, and reads their events at the end. All that it has
-started ends with it: agents end their workers, and the trial ends its agents.
+The trial looks at the statuses of its agents several times a second, and reads their events at the end (`on_host`). All
+that it has started ends with it: agents end their workers, and the trial ends its agents.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import json
 import os
 import random
 import re
@@ -18,23 +17,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from holdfast import signals
 from holdfast.frozen import frozen
 from holdfast.hosts.job import JobSpec
-from holdfast.observe import ask
+from holdfast.rehearsal.on_host import MARK_VARIABLE, OnHost
 from holdfast.rehearsal.plan import Fault, Seen
 from holdfast.rendezvous import endpoints
-from holdfast.telemetry.status import WorkerStatus
 
 _LOOK_AGAIN_S = 0.05
 _REPLACED_AFTER_S = 1.0
 _PATIENCE_S = 30.0
 _DISK = "512k"
-_MARK = "HOLDFAST_REHEARSAL"
+_EVENTS = "events"
 _OVER = {"failed", "hung", "stopped"}
 
 
@@ -46,15 +43,23 @@ class Expected:
     files: tuple[str, ...] = ()
     output: str = ""
 
-    def digest(self, directory: Path, output: Path) -> str:
-        found = hashlib.sha256()
-        for name in self.files:
-            path = directory / name
-            found.update(path.read_bytes() if path.is_file() else b"missing")
+    def digest(self, found: Sequence[Sequence[str]], output: Path) -> str:
+        """`found` has the digests of the files on each host. A file may be on one host only, or on each the same."""
+        of_files = [{each for each in every if each} for every in zip(*found, strict=True)]
+        words = [",".join(sorted(each)) or "missing" for each in of_files]
         if self.output:
             lines = [line for line in output.read_text(errors="replace").splitlines() if re.search(self.output, line)]
-            found.update((lines or ["missing"])[-1].encode())
-        return found.hexdigest() if self.files or self.output else ""
+            words.append((lines or ["missing"])[-1])
+        return hashlib.sha256("\n".join(words).encode()).hexdigest() if words else ""
+
+
+@frozen
+class Side:
+    """A host, the mark that the trial's processes have there, and the directory for the events of its agents."""
+
+    host: OnHost
+    mark: str
+    events: str
 
 
 def can_fill_disk() -> bool:
@@ -83,15 +88,22 @@ class Rehearsal:
         self._replaced: set[int] = set()
         self._struck_at: float | None = None
         self._again_at: float | None = None
-        self._steps: dict[int, int] = {}  # By pid, the last step of each worker.
-        self._before: set[int] = set()  # The workers that had steps before the fault.
+        self._workers: list[tuple[Side, int]] = []  # With their pids.
+        self._steps: dict[tuple[str, int], int] = {}  # By mark and pid, the last step of each worker.
+        self._before: set[tuple[str, int]] = set()  # The workers that had steps before the fault.
         self._step_before: int | None = None
         self._first_again: int | None = None
         self._further_at: dict[bool, float] = {}  # Workers of after the fault, and those that it did not stop.
         self._starts = 0
         self._place: tuple[str, ...] = ("--standalone",)
-        for name in ("work", "tmp", "logs"):
-            (directory / name).mkdir(parents=True)
+        self._sides = self._made_sides()
+        self._struck_there = [0.0 for _ in self._sides]  # When, by the clock of each host.
+        OnHost().make(str(directory), _EVENTS)
+        for side in self._sides:
+            side.host.make(str(directory), side.events)
+
+    def _made_sides(self) -> list[Side]:
+        return [Side(OnHost(), self._mark, _EVENTS)]
 
     @property
     def output(self) -> Path:
@@ -113,12 +125,18 @@ class Rehearsal:
         finally:
             self._end_all()
         seconds = time.monotonic() - began
-        last_step = max((*self._steps.values(), *self._told_steps()), default=None)
-        result = expected.digest(self._work, self.output)
-        noticed_s, running_s = self._phases()
+        clocks = zip(self._sides, self._struck_there, strict=True)
+        told = [side.host.told(f"{self._directory}/{side.events}", at) for side, at in clocks]
+        steps = [step for events in told for _, event, step in events if event == "step"]
+        last_step = max((*self._steps.values(), *steps), default=None)
+        files = [side.host.digests(str(self._work), expected.files) for side in self._sides]
+        noticed_s, running_s = _phases(sorted((at, event) for events in told for at, event, _ in events))
+        if self._struck_at is None:
+            noticed_s = running_s = None
         return Seen(
-            code, seconds, last_step, result, self._struck_at is not None or self._fault is Fault.NONE, noticed_s,
-            running_s, self._since_fault(self._further_at.get(self._first_again is not None)), self._steps_again(),
+            code, seconds, last_step, expected.digest(files, self.output),
+            self._struck_at is not None or self._fault is Fault.NONE, noticed_s, running_s,
+            self._since_fault(self._further_at.get(self._first_again is not None)), self._steps_again(),
         )  # fmt: skip
 
     # Agents.
@@ -134,21 +152,25 @@ class Rehearsal:
             self._start()
 
     def _start(self) -> None:
-        job, number = self._job, len(self._agents)
-        command = [sys.executable, "-P", "-m", "holdfast", "run", *self._place, f"--rdzv-id={self._run_id}"]
-        command += [f"--nnodes={job.min_nodes}:{job.max_nodes}" if job.max_nodes > 1 else "--nnodes=1"]
+        number = len(self._agents)
+        own = {MARK_VARIABLE: self._mark, "HOLDFAST_HOST_NAME": f"node{number}"}
+        events = f"--events-file={self._directory}/{_EVENTS}/{number}.jsonl"
+        self._launch([*self._place, events], {"TMPDIR": f"{self._directory}/tmp", **own})
+
+    def _launch(self, place: Sequence[str], environment: dict[str, str]) -> None:
+        job = self._job
+        command = [sys.executable, "-P", "-m", "holdfast", "run", *place, f"--rdzv-id={self._run_id}"]
+        command += [f"--nnodes={job.nnodes}"]
         command += [f"--nproc-per-node={job.nproc_per_node}"] if job.nproc_per_node else []
-        command += [f"--events-file={self._directory}/events-{number}.jsonl", f"--log-dir={self._directory}/logs"]
-        command += ["--tee=3", *job.options, *job.program]
+        command += [f"--log-dir={self._directory}/logs", "--tee=3", "--prefix=never", *job.options, *job.program]
         if self._fault is Fault.DISK_FULL:
             mount = f'mount -t tmpfs -o size={_DISK} tmpfs "$0" && exec "$@"'
             command = [*_apart(), "sh", "-c", mount, f"{self._directory}/logs", *command]
-        own = {"TMPDIR": f"{self._directory}/tmp", _MARK: self._mark, "HOLDFAST_HOST_NAME": f"node{number}"}
         with self.output.open("ab") as output:
             self._agents.append(
                 subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=self._work,
-                    env={**os.environ, **own}, start_new_session=True, preexec_fn=_end_with_parent,
+                    env={**os.environ, **environment}, start_new_session=True, preexec_fn=_end_with_parent,
                 )
             )  # fmt: skip
 
@@ -176,35 +198,35 @@ class Rehearsal:
             if agent.poll() is None:
                 agent.kill()
                 agent.wait()
-        while coordinators := [*self._coordinators()]:  # One waits for nodes that may come back.
-            for pid in coordinators:
-                _send(pid, signal.SIGKILL)
-            time.sleep(_LOOK_AGAIN_S)
+        for side in self._sides:
+            while coordinators := side.host.coordinators(side.mark):  # One waits for nodes that may come back.
+                side.host.signal(coordinators, signal.SIGKILL)
+                time.sleep(_LOOK_AGAIN_S)
 
     # The fault.
 
     def _is_time(self, began: float, undisturbed: Seen | None) -> bool:
         """By steps if the job reports them, else by time: somewhere in the middle third of the job."""
-        if undisturbed is None or self._struck_at is not None or not self._workers():
+        if undisturbed is None or self._struck_at is not None or not self._workers:
             return False
         if undisturbed.last_step:
             return max(self._steps.values(), default=0) >= self._share * undisturbed.last_step
         return time.monotonic() - began >= self._share * undisturbed.seconds
 
     def _strike(self) -> None:
-        self._struck_at = time.monotonic()
+        self._struck_at, self._struck_there = time.monotonic(), [side.host.now() for side in self._sides]
         self._step_before = max(self._steps.values(), default=None)
-        pids = [worker.pid for worker in self._workers() if worker.pid]
+        side, pid = self._random.choice(self._workers)
         match self._fault:
             case Fault.WORKER_KILLED:
-                _send(self._random.choice(pids), signal.SIGKILL)
+                side.host.signal([pid], signal.SIGKILL)
             case Fault.WORKER_FROZEN:
-                _send(self._random.choice(pids), signal.SIGSTOP)
+                side.host.signal([pid], signal.SIGSTOP)
             case Fault.NODE_LOST:
-                self._lose(self._agents[-1])
+                self._lose_node()
             case Fault.COORDINATOR_LOST:
-                for pid in self._coordinators():
-                    _send(pid, signal.SIGKILL)
+                for side in self._sides:
+                    side.host.signal(side.host.coordinators(side.mark), signal.SIGKILL)
             case Fault.DISK_FULL:
                 for agent in self._agents:
                     _fill(Path(f"/proc/{agent.pid}/root{self._directory}/logs/filling"))
@@ -214,7 +236,8 @@ class Rehearsal:
                     self._replaced.add(agent.pid)
                 self._again_at = self._struck_at
 
-    def _lose(self, agent: subprocess.Popen[bytes]) -> None:
+    def _lose_node(self) -> None:
+        agent = self._agents[-1]
         agent.kill()
         self._replaced.add(agent.pid)
         self._again_at = time.monotonic() + _REPLACED_AFTER_S
@@ -227,33 +250,27 @@ class Rehearsal:
         else:
             self._start_all()
 
-    def _coordinators(self) -> Iterator[int]:
-        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            with contextlib.suppress(OSError):
-                is_ours = f"{_MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if is_ours and b"rendezvous.coordinator.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    yield pid
-
     # What is seen.
 
-    def _workers(self) -> list[WorkerStatus]:
-        pids = {agent.pid for agent in self._agents}
-        agents = [each.status for each in ask.find(pids=pids)[0]]
-        return [worker for agent in agents for worker in agent.workers if worker.state == "running"]
-
     def _look(self) -> None:
-        for worker in self._workers():
-            if worker.pid is None or worker.step is None:
-                continue
-            self._steps[worker.pid] = worker.step
-            if self._struck_at is None:
-                self._before.add(worker.pid)
-                continue
-            is_new = worker.pid not in self._before
-            if is_new and self._first_again is None:
-                self._first_again = worker.step
-            if worker.step > (self._step_before or 0):
-                self._further_at.setdefault(is_new, time.monotonic())
+        self._workers = []
+        for side in self._sides:
+            for pid, step in side.host.workers(self._run_id, side.mark):
+                if pid is not None:
+                    self._workers.append((side, pid))
+                if pid is not None and step is not None:
+                    self._see(side.mark, pid, step)
+
+    def _see(self, mark: str, pid: int, step: int) -> None:
+        self._steps[mark, pid] = step
+        if self._struck_at is None:
+            self._before.add((mark, pid))
+            return
+        is_new = (mark, pid) not in self._before
+        if is_new and self._first_again is None:
+            self._first_again = step
+        if step > (self._step_before or 0):
+            self._further_at.setdefault(is_new, time.monotonic())
 
     def _steps_again(self) -> int | None:
         if self._struck_at is None or self._first_again is None or self._step_before is None:
@@ -263,27 +280,12 @@ class Rehearsal:
     def _since_fault(self, at: float | None) -> float | None:
         return None if at is None or self._struck_at is None else at - self._struck_at
 
-    def _phases(self) -> tuple[float | None, float | None]:
-        """When a node has noticed the fault, and when workers ran again."""
-        struck_at = self._struck_at
-        if struck_at is None:
-            return None, None
-        after = sorted((each["monotonic"], each["event"]) for each in self._events() if each["monotonic"] > struck_at)
-        noticed = next((at for at, event in after if event in _OVER), None)
-        began = next((at for at, event in after if event == "started" and (noticed is None or at > noticed)), None)
-        return self._since_fault(noticed), self._since_fault(began)
 
-    def _told_steps(self) -> Iterator[int]:
-        """The agents tell the last steps of workers that have ended."""
-        for event in self._events():
-            if event["event"] == "progress":
-                yield from (each["step"] for each in event["workers"] if each["step"] is not None)
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        for path in self._directory.glob("events-*.jsonl"):
-            for line in path.read_text(errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
-                    yield json.loads(line)
+def _phases(after: Sequence[tuple[float, str]]) -> tuple[float | None, float | None]:
+    """When a node has noticed the fault, and when workers ran again, in seconds after it."""
+    noticed = next((at for at, event in after if at > 0 and event in _OVER), None)
+    began = next((at for at, event in after if at > (noticed or 0) and event == "started"), None)
+    return noticed, began
 
 
 _libc = ctypes.CDLL(None)
@@ -292,11 +294,6 @@ _libc = ctypes.CDLL(None)
 def _end_with_parent() -> None:
     """In the agent, before it is executed: it gets SIGTERM when this process is killed."""
     _libc.prctl(1, signal.SIGTERM, 0, 0, 0)
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _fill(path: Path) -> None:

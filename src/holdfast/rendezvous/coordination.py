@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from holdfast.errors import HostError
-from holdfast.failures.records import Failure
+from holdfast.failures.records import Failure, Folded
 from holdfast.frozen import frozen
 from holdfast.loop import Wakeup
 from holdfast.rendezvous.api import RendezvousInfo
@@ -97,10 +97,10 @@ class Coordination(abc.ABC):
     yet to decide. `has_leases`: this node can lose its place to another, so its workers must not outlive its lease.
     `joined` says in words how far the round is that this node waits for; any thread may read it. `node_id` is this
     node's name in the run, if it has one. The agent sets `advance`, how far its workers came, before it reports a
-    failure and before it joins again; and before each join `held`, the snapshots that this node has. `has_snapshots`:
-    its workers may save some. Then `snapshot_port` is where its transfer process serves them (0: nowhere). `unready`,
-    also set before each join: the node can have no place yet, because its checks run (empty) or one has failed (why).
-    """
+    failure and before it joins again; and before each join `held`, the snapshots that this node has, and `peers`, where
+    its workers were when one of the run failed. `has_snapshots`: its workers may save some. Then `snapshot_port` is
+    where its transfer process serves them (0: nowhere). `unready`, also set before each join: the node can have no
+    place yet, because its checks run (empty) or one has failed (why)."""
 
     has_leases = False
     has_snapshots = False
@@ -110,6 +110,7 @@ class Coordination(abc.ABC):
         self.outcome: Outcome | None = None
         self.verdict: str | None = None
         self.advance: Advance | None = None
+        self.peers: tuple[Folded, ...] = ()
         self.held: tuple[Held, ...] = ()
         self.snapshot_port = 0
         self.unready: str | None = None

@@ -208,8 +208,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         self._listen_for_snapshots()
         said = (failure and protocol.clipped(failure), self.advance, self._held_free.number)
         had = (snapshots.limited(self.held), self.snapshot_port)
+        peers = tuple(map(protocol.clipped, self.peers))
         with self._lock:  # The first time this is in another thread than `tell_ready`.
-            is_posted = client.post(node.JoinRequested(self._held.number, *said, *had, _cut(self.unready)))
+            is_posted = client.post(node.JoinRequested(self._held.number, *said, *had, _cut(self.unready), peers))
         if not is_posted and self._error is not None:
             self._fail(self._error)
 
@@ -239,7 +240,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
     def listen_for_peer(self) -> tuple[int, str, int]:
         port = endpoints.HeldPort()
         try:
-            port.renew(self._held_at)
+            try:
+                port.renew(self._held_at)
+            except HostError:
+                if not self._options.local_addr:
+                    raise
+                port.renew("")  # As in `_ask`.
             return port.listen(), self._facts.address, port.number
         finally:
             port.release()
@@ -474,7 +480,8 @@ def create_handler_at(
 
 
 def _cut(reason: str | None) -> str | None:
-    return reason and escape.cut(reason, protocol.MAX_TEXT)
+    """What may be sent of it: the name of a command may have halves of characters."""
+    return reason and escape.cut(reason.encode("utf-8", "backslashreplace").decode(), protocol.MAX_TEXT)
 
 
 def digest_of(path: str) -> str:

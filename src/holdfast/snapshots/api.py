@@ -118,7 +118,7 @@ class Snapshots:
         if reshard is None:
             found = self._part(rank, copy, 0)
             return found[0] if found is not None else None
-        found = self._part(0, copy=False, flags=messages.RESHARD)
+        found = self._part(rank, copy=False, flags=messages.RESHARD)  # In a larger world perhaps that of rank 0.
         if found is None:
             return None
         first, is_replicated = found

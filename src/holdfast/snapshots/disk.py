@@ -14,14 +14,14 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from holdfast.frozen import frozen
+from holdfast.snapshots import layout
 from holdfast.snapshots.frames import Part
 
 _KEPT = 2
-_HEADER_LIMIT_BYTES = 100_000_000  # As the safetensors library has it.
 _PIECE_BYTES = 1 << 24
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 _FILE = re.compile(r"rank-(0|[1-9]\d{0,9})-of-([1-9]\d{0,9})\.safetensors")
@@ -87,11 +87,10 @@ def _part_in(fd: int) -> Part:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
-    length, header = header_of(fd, status.st_size)
-    if 8 + length + data_bytes(header) != status.st_size:
-        raise ValueError(f"it has {status.st_size} bytes and not {8 + length + data_bytes(header)}")
-    said = header.get("__metadata__")
-    if not isinstance(said, dict) or "holdfast.step" not in said:
+    header, said, data_bytes = _header_of(fd, status.st_size)
+    if 8 + len(header) + data_bytes != status.st_size:
+        raise ValueError(f"it has {status.st_size} bytes and not {8 + len(header) + data_bytes}")
+    if "holdfast.step" not in said:
         raise ValueError("it is no file of a snapshot")
     step, world_size, rank = (_number(said.get(f"holdfast.{name}")) for name in ("step", "world_size", "rank"))
     return Part((0, 0, step, world_size, said.get("holdfast.replicated") == "true"), rank, status.st_size)
@@ -103,31 +102,13 @@ def _number(text: object) -> int:
     return int(text)
 
 
-def header_of(fd: int, size: int) -> tuple[int, dict[str, object]]:
-    """Of a file in the layout of safetensors: how long the header is, and what it says."""
+def _header_of(fd: int, size: int) -> tuple[bytes, dict[str, str], int]:
+    """Of a file in the layout of safetensors: its header, the metadata in it, and how many bytes follow."""
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
-    if not 2 <= length <= min(size - 8, _HEADER_LIMIT_BYTES):
+    if not 2 <= length <= min(size - 8, layout.MOST_HEADER_BYTES):
         raise ValueError("it is cut short, or no safetensors file")
-    try:
-        header = json.loads(os.pread(fd, length, 8))
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise ValueError("its header makes no sense")
-    return length, header
-
-
-def data_bytes(header: Mapping[str, object]) -> int:
-    """How many bytes follow the header."""
-    most = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            match entry:
-                case {"data_offsets": [int(), int(end)]}:
-                    most = max(most, end)
-                case _:
-                    raise ValueError("its header makes no sense")
-    return most
+    header = os.pread(fd, length, 8)
+    return header, *layout.entries_in(header)[1:]
 
 
 def write(directory: str, part: Part, fd: int) -> str:
@@ -166,20 +147,18 @@ def _file_name(part: Part) -> str:
 
 def _copy(part: Part, slot: int, out: int) -> None:
     """The header gets the identity; the data stay as they are, because offsets count from the end of the header."""
-    length, header = header_of(slot, part.bytes)
-    if 8 + length + data_bytes(header) > part.bytes:
+    header, said, data_bytes = _header_of(slot, part.bytes)
+    if 8 + len(header) + data_bytes > part.bytes:
         raise ValueError("the header of the snapshot makes no sense")
-    said = header.get("__metadata__")
     _, _, step, world_size, is_replicated = part.snapshot
     ours = {"step": step, "world_size": world_size, "rank": part.rank, "replicated": str(is_replicated).lower()}
-    texts = said if isinstance(said, dict) else {}
-    header["__metadata__"] = {**texts, **{f"holdfast.{name}": str(value) for name, value in ours.items()}}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
+    metadata = {**said, **{f"holdfast.{name}": str(value) for name, value in ours.items()}}
+    encoded = json.dumps({**json.loads(header), "__metadata__": metadata}, separators=(",", ":")).encode()
     encoded += b" " * (-(8 + len(encoded)) % 64)  # So that the arrays stay aligned.
     view = memoryview(len(encoded).to_bytes(8, "little") + encoded)
     while view:
         view = view[os.write(out, view) :]
-    offset, end = 8 + length, 8 + length + data_bytes(header)
+    offset, end = 8 + len(header), 8 + len(header) + data_bytes
     while offset < end:
         copied = os.sendfile(out, slot, offset, min(_PIECE_BYTES, end - offset))
         if not copied:

@@ -224,7 +224,16 @@ def parse(view: memoryview) -> Contents:
     start = _LENGTH.size + length
     if length > MOST_HEADER_BYTES or start > len(view):
         raise LayoutError(f"the header has {length} bytes, and there are only {len(view)}")
-    entries = _loaded(bytes(view[_LENGTH.size : start]))
+    stored, metadata, size = entries_in(bytes(view[_LENGTH.size : start]))
+    if start + size != len(view):
+        raise LayoutError(f"the arrays have {size} bytes, and there are {len(view) - start}")
+    placed = {name: (dtype, shape, start + begin, start + stop) for name, (dtype, shape, begin, stop) in stored.items()}
+    return Contents(placed, metadata)
+
+
+def entries_in(header: bytes) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], dict[str, str], int]:
+    """The arrays, with offsets from the end of the header, the metadata, and how many bytes all arrays have."""
+    entries = _loaded(header)
     if not isinstance(entries, dict):
         raise LayoutError("the header is no table")
     metadata = entries.pop(_METADATA, {})
@@ -236,10 +245,7 @@ def parse(view: memoryview) -> Contents:
         if begin != end:
             raise LayoutError(f"{name}: its bytes begin at {begin}, not where the ones before end ({end})")
         end = stop
-    if start + end != len(view):
-        raise LayoutError(f"the arrays have {end} bytes, and there are {len(view) - start}")
-    placed = {name: (dtype, shape, start + begin, start + stop) for name, (dtype, shape, begin, stop) in stored.items()}
-    return Contents(placed, metadata)
+    return stored, metadata, end
 
 
 def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:

@@ -218,7 +218,8 @@ class Ledger:
         return [each for rank, (request, size) in wants.items() for each in self.want(rank, request, size)]
 
     def load(self, rank: int, request: int, wanted: int, can_reshard: bool = False) -> list[Action]:
-        """`wanted` is the rank whose part is asked for."""
+        """`wanted` is the rank whose part is asked for. A rank that the world which saved did not have gets that of
+        rank 0, if it can reshard."""
         chosen = self.chosen
         if chosen is None:
             return [("nothing", rank, request, self.problem)]
@@ -229,6 +230,8 @@ class Ledger:
                 "with reshard=... or if it was saved with replicated=True"
             )
             return [("nothing", rank, request, text)]
+        if can_reshard and wanted >= world_size:
+            wanted = 0
         slot = self.find(chosen, wanted)
         if slot is None and is_replicated:
             slot = next((each for each in self.slots.values() if each.snapshot == chosen), None)

@@ -11,6 +11,7 @@ from typing import Any
 from holdfast.cli.arguments.values import (
     address,
     checks,
+    count_above_0,
     duration_above_0_s,
     duration_s,
     exit_codes,
@@ -87,6 +88,9 @@ class RunArguments(Options):
         "Tie each worker to the CPUs near its device: node, all of the device's NUMA node; socket, all of its socket; "
         "exclusive, a share of the node's cores that no other worker gets; core-complex, cores that share a cache. "
         "Without devices the workers are spread evenly over the NUMA nodes.")
+    cpus_per_worker = optional("--cpus-per-worker N", WORKERS, count_above_0, in_full=True, help=
+        "Tie each worker to N cores of its own, with all their hardware threads, near its device if it has one. "
+        "OMP_NUM_THREADS is N then, unless it is set. See docs/placement.md.")
 
     nnodes = value("--nnodes N|MIN:MAX", NODES, str, "1:1", is_common=True, help=
         "How many nodes take part: a number, or MIN:MAX for a run that may grow and shrink between the two.")
@@ -276,6 +280,11 @@ class RunArguments(Options):
     progress_every = optional("--progress-every TIME", HANGS, duration_s, help=
         "How often a line should match --progress-pattern, from the first match on; hung if none has for TIME, "
         "whatever else moves.")
+
+    peer_stacks = value("--peer-stacks WHEN", HANGS, str, "auto", choices=("auto", "on", "off"), in_full=True, help=
+        "Before the other workers are stopped because one has failed, see where they are, for a second at most: auto, "
+        "if the failure points at a peer (a time-out, a closed connection); on, after every failure; off. The report "
+        "says which rank stands out.")
 
     log_dir = optional("--log-dir DIRECTORY", LOGS, str, is_common=True, help=
         "Where to keep log and error files; made if missing. Left out, a temporary directory; /dev/null keeps none.")

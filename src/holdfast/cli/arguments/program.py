@@ -55,6 +55,8 @@ def check_combination(args: RunArguments) -> None:
     chosen = [name for name, is_given in ways.items() if is_given]
     if len(chosen) > 1:
         raise UserError(f"{' and '.join(chosen)} exclude each other")
+    if args.cpus_per_worker is not None and args.numa_binding is not None:
+        raise UserError("--cpus-per-worker and --numa-binding exclude each other: either chooses the CPUs")
     if args.no_python and not get_use_env(args):
         raise UserError("--no-python needs --use-env: a program of its own gets no --local-rank argument")
     if args.dashboard and args.nnodes.rpartition(":")[2] == "1":

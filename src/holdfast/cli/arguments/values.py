@@ -34,6 +34,12 @@ def duration_above_0_s(text: str) -> float:
     return seconds
 
 
+def count_above_0(text: str) -> int:
+    if (number := count(text)) == 0:
+        raise ValueError(f"{text!r} is not a number above 0")
+    return number
+
+
 def seconds_above_0(text: str) -> float:
     try:
         seconds = float(text)

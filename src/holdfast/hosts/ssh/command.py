@@ -22,7 +22,14 @@ _REMOTE = "-P -m holdfast.hosts.ssh.remote_agent {mark} {timeout_s:g}"
 
 
 def ssh_command(ssh: Sequence[str], target: str, python: str, mark: str, timeout_s: float) -> list[str]:
-    """`ssh` are the words of --ssh; options there come first and win, as ssh reads them."""
+    """That starts a remote agent."""
+    remote = f"exec {quoted(python)} {_REMOTE.format(mark=mark, timeout_s=timeout_s)}"
+    return ssh_words(ssh, target, timeout_s, remote)
+
+
+def ssh_words(ssh: Sequence[str], target: str, timeout_s: float, remote: str) -> list[str]:
+    """`ssh` are the words of --ssh; options there come first and win, as ssh reads them. `remote` is for the login
+    shell."""
     interval_s = max(1, round(timeout_s / PINGS_IN_TIMEOUT))
     settings = (
         "BatchMode=yes",
@@ -34,7 +41,6 @@ def ssh_command(ssh: Sequence[str], target: str, python: str, mark: str, timeout
         "RemoteCommand=none",
     )
     options = [word for setting in settings for word in ("-o", setting)]
-    remote = f"exec {quoted(python)} {_REMOTE.format(mark=mark, timeout_s=timeout_s)}"
     return [*ssh, "-T", "-e", "none", *options, "--", without_brackets(target), remote]
 
 

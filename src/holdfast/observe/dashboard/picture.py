@@ -202,7 +202,14 @@ def _history(view: RunView) -> tuple[list[Picture], Picture]:
     shown = [rounds[number] for number in sorted(rounds)][-_MOST_ROUNDS:]
     began_s = max((each.began_ago_s for each in shown), default=0)
     totals = max(histories, key=lambda each: each.wall_s, default=HistoryStatus())
-    return [_round(each, began_s) for each in shown], {**_totals(totals), "rounds_s": began_s}
+    more = {"rounds_s": began_s, "snapshot": _snapshot(view)}
+    return [_round(each, began_s) for each in shown], {**_totals(totals), **more}
+
+
+def _snapshot(view: RunView) -> Picture | None:
+    """The last step that all nodes have, and its age."""
+    last = words.last_snapshot(told.status for told in view.agents.values())
+    return None if last is None else {"step": last.step, "age": words.age_text(last.age_s)}
 
 
 def _round(each: RoundStatus, began_s: float) -> Picture:

@@ -344,8 +344,9 @@ class Template:
         threads = int(given[0]) if given else len(os.sched_getaffinity(0))
         for setter in self.blas_setters if threads > 1 else ():
             setter(threads)
-        for setter in self.openmp_setters if cpus and not os.environ.get("OMP_NUM_THREADS") else ():
-            setter(len(cpus))
+        omp_threads = os.environ.get("OMP_NUM_THREADS") or str(len(cpus))
+        for setter in self.openmp_setters if cpus and omp_threads.isdigit() else ():
+            setter(int(omp_threads))
 
 
 def places_of(path: "list[str]") -> "list[str]":

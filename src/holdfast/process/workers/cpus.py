@@ -1,4 +1,4 @@
-"""Which CPUs a worker should run on, so that it is near its device and its memory.
+"""Which CPUs a worker should run on, so that it is near its device and its memory, and how many threads fit there.
 
 The answer is computed from the kernel's description of the machine in /sys; the spawner applies it with
 `os.sched_setaffinity`. First every worker gets a NUMA node, then a mode picks CPUs there:
@@ -12,17 +12,25 @@ The answer is computed from the kernel's description of the machine in /sys; the
 cores among its workers; the first ones get one more if there is a remainder. `core-complex` gives each worker of the
 node one group of CPUs that share their last cache, largest group first, and starts again with the first group when
 there are more workers than groups.
+
+`--cpus-per-worker N` gives each worker N physical cores of its own, with all their hardware threads: from its NUMA node
+as far as that has enough, then from the nearest other ones. A worker without a device of its own does not count as an
+error there; then all workers are spread over the nodes.
+
+The threads of a worker are its cores, divided among the workers that share them, and 1 at least.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast.errors import HostError
+from holdfast.failures.report import ranks_text
 from holdfast.log import Logger
 from holdfast.process.devices import listed, names
 
@@ -50,6 +58,124 @@ class NumaOptions:
     should_fall_back_if_binding_fails: bool = False
 
 
+@dataclass(frozen=True)
+class Placement:
+    """By local rank: the CPUs, and how many threads a worker should have. `far` are those with cores of another NUMA
+    node than theirs."""
+
+    cpus: list[frozenset[int]]
+    threads: list[int]
+    far: tuple[int, ...] = ()
+
+
+def place(
+    options: NumaOptions | None,
+    cores_each: int,
+    workers: int,
+    root: str = "/",
+    allowed: Set[int] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Placement:
+    """Where all workers of a node go: to so many cores each, or if that is 0, as the options say."""
+    machine = (root, allowed, environ)
+    far: tuple[int, ...] = ()
+    if cores_each:
+        cpus, far = _own_cores(cores_each, workers, *machine)
+    else:
+        assert options is not None
+        cpus = [cpus_for(options, rank, workers, *machine) for rank in range(workers)]
+    return Placement(cpus, _threads(cpus, _cpu_path(root)), far)
+
+
+def tell(placement: Placement, *, sets_threads: bool) -> None:
+    """One line, and not again while it says the same."""
+    global _told
+    cpus = _span(map(len, placement.cpus))
+    threads = f"; OMP_NUM_THREADS is {_span(placement.threads)}, their share of the cores" if sets_threads else ""
+    line = f"the workers are bound to {cpus} CPU{'s' if cpus != '1' else ''} each{threads}"
+    if line != _told:
+        _told = line
+        log.info("%s", line)
+        if placement.far:
+            log.warning("local %s: cores of another NUMA node too, for lack of near ones", ranks_text(placement.far))
+
+
+_told = ""
+
+
+def _span(numbers: Iterable[int]) -> str:
+    least, *_, most = sorted([*numbers] * 2)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def _own_cores(
+    cores_each: int, workers: int, root: str, allowed: Set[int] | None, environ: Mapping[str, str] | None
+) -> tuple[list[frozenset[int]], tuple[int, ...]]:
+    """First every worker takes from its own node, then those that lack some from the nearest nodes."""
+    usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+    root = root.rstrip("/")
+    base = f"{root}/sys/devices/system/node"
+    nodes = _nodes_with_cpus(base, usable) if _node_numbers(base) else {0: usable}
+    free = {node: _cores(_cpu_path(root), cpus) for node, cpus in nodes.items()}
+    if (total := sum(map(len, free.values()))) < cores_each * workers:
+        wanted = f"{cores_each * workers} cores for {workers} workers"
+        raise HostError(f"--cpus-per-worker {cores_each} needs {wanted}, and this process may use {total}")
+    devices = _visible(_device_nodes(root), os.environ if environ is None else environ)
+    homes = devices if len(devices) >= workers else _spread(nodes, workers)
+    taken: list[list[frozenset[int]]] = [_take(free.get(home, []), cores_each) for home in homes[:workers]]
+    far = []
+    for rank, cores in enumerate(taken):
+        for node in _nearest(base, homes[rank], nodes) if len(cores) < cores_each else ():
+            cores += _take(free[node], cores_each - len(cores))
+            far += [rank] if rank not in far else []
+    return [frozenset().union(*cores) for cores in taken], tuple(far)
+
+
+def _take(free: list[frozenset[int]], count: int) -> list[frozenset[int]]:
+    taken, free[:count] = free[:count], []
+    return taken
+
+
+def _nearest(base: str, home: int, nodes: Mapping[int, frozenset[int]]) -> list[int]:
+    """The nodes by their distance from that one, as the firmware tells it."""
+    every = _node_numbers(base)
+    try:
+        distances = dict(zip(every, map(int, _read(f"{base}/node{home}/distance").split()), strict=True))
+    except (HostError, ValueError):
+        distances = {}
+    return sorted(nodes, key=lambda node: (distances.get(node, 0), node))
+
+
+def _threads(sets: list[frozenset[int]], cpu_path: str) -> list[int]:
+    core_of = {cpu: min(core) for core in _cores(cpu_path, frozenset().union(*sets)) for cpu in core}
+    cores = [{core_of[cpu] for cpu in cpus} for cpus in sets]
+    sharers = Counter(core for each in cores for core in each)
+    return [max(1, int(sum(1 / sharers[core] for core in each) + 1e-9)) for each in cores]
+
+
+def _cores(cpu_path: str, cpus: frozenset[int]) -> list[frozenset[int]]:
+    """The physical cores that have these CPUs, with those of them that count, in order. What the kernel does not
+    describe, as in some virtual machines, is a core for itself."""
+    found = set()
+    for cpu in cpus:
+        try:
+            found.add(
+                parse_cpu_list(_read(f"{cpu_path}{cpu}/topology/thread_siblings_list")) & cpus or frozenset({cpu})
+            )
+        except HostError:
+            found.add(frozenset({cpu}))
+    return sorted(found, key=min)
+
+
+def _spread(nodes: Mapping[int, frozenset[int]], workers: int) -> list[int]:
+    return [list(nodes)[rank * len(nodes) // workers] for rank in range(workers)]
+
+
+def _cpu_path(root: str) -> str:
+    """Followed by a number it describes that CPU."""
+    return f"{root.rstrip('/')}/sys/devices/system/cpu/cpu"
+
+
 def cpus_for(
     options: NumaOptions,
     local_rank: int,
@@ -64,9 +190,8 @@ def cpus_for(
         root = root.rstrip("/")
         nodes = _nodes_with_cpus(f"{root}/sys/devices/system/node", usable)
         devices = _visible(_device_nodes(root), os.environ if environ is None else environ)[:local_world_size]
-        spread = [list(nodes)[rank * len(nodes) // local_world_size] for rank in range(local_world_size)]
-        cpu_path, places = f"{root}/sys/devices/system/cpu/cpu", devices or spread
-        return _chosen(cpu_path, nodes, places, options.affinity_mode, local_rank)
+        places = devices or _spread(nodes, local_world_size)
+        return _chosen(_cpu_path(root), nodes, places, options.affinity_mode, local_rank)
     except HostError as error:
         if not options.should_fall_back_if_binding_fails:
             raise
@@ -76,11 +201,14 @@ def cpus_for(
 
 def _nodes_with_cpus(base: str, usable: frozenset[int]) -> dict[int, frozenset[int]]:
     """The NUMA nodes that have usable CPUs, in order, with these CPUs."""
-    numbers = sorted(int(name[4:]) for name in names(base) if re.fullmatch(r"node[0-9]+", name))
-    lists = {number: parse_cpu_list(_read(f"{base}/node{number}/cpulist")) & usable for number in numbers}
+    lists = {number: parse_cpu_list(_read(f"{base}/node{number}/cpulist")) & usable for number in _node_numbers(base)}
     if not any(lists.values()):
         raise HostError(f"no NUMA node with a usable CPU is described in {base}")
     return {number: cpus for number, cpus in lists.items() if cpus}
+
+
+def _node_numbers(base: str) -> list[int]:
+    return sorted(int(name[4:]) for name in names(base) if re.fullmatch(r"node[0-9]+", name))
 
 
 def _chosen(

@@ -39,6 +39,7 @@ from holdfast.process.workers.worker import RunProcsResult, Slot, global_rank
 if TYPE_CHECKING:
     from holdfast.process.output.lines import Copied
     from holdfast.process.output.output_watch import OutputWatch
+    from holdfast.stop_hooks import StopHooks
 
 logger = Logger(__name__)
 
@@ -76,6 +77,7 @@ class GroupSpec:
     group cannot be started on this node, if that is known before the rendezvous, so that all nodes hear of it.
     `clean_shm`: see `shared_memory`. `snapshot_memory` is how many bytes the snapshots of this node may have (0: none,
     None: a quarter of its memory), `snapshot_bandwidth` how many a second are sent to other nodes (0: no limit).
+    `peer_stacks`: see `agent.examination`. With `cpus_per_worker` each worker has so many cores of its own.
     """
 
     role: str
@@ -96,6 +98,8 @@ class GroupSpec:
     snapshot_memory: int | None = None
     snapshot_dir: str = ""
     snapshot_bandwidth: int = 0
+    peer_stacks: str = "auto"
+    cpus_per_worker: int = 0
 
 
 class PContext(abc.ABC):
@@ -104,7 +108,7 @@ class PContext(abc.ABC):
 
     A `link` to a spawner that is already there saves starting another one. When the `lease` expires the spawner kills
     the processes. A `watch` notes when they write something, and `copied` counts what passes the pump. At the listening
-    socket `store_fd` the spawner serves torch's store while they live.
+    socket `store_fd` the spawner serves torch's store while they live. `stop_hooks` tells workers of the stop first.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class PContext(abc.ABC):
         copied: Mapping[str, Copied] | None = None,
         agreed_code: int | None = None,
         store_fd: int | None = None,
+        stop_hooks: StopHooks | None = None,
     ) -> None:
         if spec is None:
             filters = (duplicate_stdout_filters, duplicate_stderr_filters)
@@ -157,9 +162,10 @@ class PContext(abc.ABC):
         self._link = link
         self._owns_link = link is None
         self._lease = lease
-        self._store_fd = store_fd
+        self._store_fd, self._stop_hooks = store_fd, stop_hooks
         self._slots: dict[int, Slot] = {}
         self._resources = ExitStack()
+        self._cpus: dict[int, frozenset[int]] = {}
         self._kills_before: oom.MemoryKills | None = None
         self._ladder: Ladder | None = None
         self._lost_how = ""
@@ -187,6 +193,7 @@ class PContext(abc.ABC):
             raise ValueError(f"the processes of {self.name!r} were started before")
         self._resources.enter_context(signals.deferred())
         with self._all_or_none(), starting:
+            self._place()
             self._kills_before = oom.memory_killer_counter()
             if self._link is None:
                 self._link = self._make_link()
@@ -243,7 +250,7 @@ class PContext(abc.ABC):
             kind, argv = self._describe(rank, fds)
             if BYTECODE in argv:
                 fds[BYTECODE] = memory_file(command.bytecode())
-            self._spawner.start(rank, kind, argv, self.envs[rank], self._cpus(rank), fds)
+            self._spawner.start(rank, kind, argv, self.envs[rank], self._cpus.get(rank, frozenset()), fds)
         except BaseException:
             for fd in fds.values():
                 os.close(fd)
@@ -256,12 +263,19 @@ class PContext(abc.ABC):
     def _make_link(self) -> SpawnerLink:
         return SpawnerLink.launch()
 
-    def _cpus(self, rank: int) -> frozenset[int]:
-        if self._spec.numa_options is None:
-            return frozenset()
+    def _place(self) -> None:
+        """Choose the CPUs of each worker, if the user wants that, and unless a variable says it, how many threads."""
+        spec, variable = self._spec, "OMP_NUM_THREADS"
+        if spec.numa_options is None and not spec.cpus_per_worker:
+            return
         from holdfast.process.workers import cpus
 
-        return cpus.cpus_for(self._spec.numa_options, rank, self.nprocs)
+        placement = cpus.place(spec.numa_options, spec.cpus_per_worker, self.nprocs)
+        self._cpus = dict(enumerate(placement.cpus))
+        sets_threads = variable not in os.environ
+        for rank, env in self.envs.items() if sets_threads else ():
+            env.setdefault(variable, str(placement.threads[rank]))
+        cpus.tell(placement, sets_threads=sets_threads)
 
     # Watching.
 
@@ -430,13 +444,18 @@ class PContext(abc.ABC):
             self._release()
         elif not self._is_closed:
             self._take_reports()
-            self._ladder = Ladder(number, grace_s, time.monotonic())
+            running = {rank for rank, slot in self._slots.items() if slot.is_running} if grace_s > 0 else set()
+            hooked = self._stop_hooks.begin(number, running) if self._stop_hooks is not None else ()
+            self._ladder = Ladder(number, grace_s, time.monotonic(), has_hooked=bool(hooked))
             for slot in self._slots.values():
                 slot.was_starting = slot.is_underway
             self._dismiss_returned()
-            for slot in self._slots.values():
+            for rank, slot in self._slots.items():
                 if slot.is_running:
-                    slot.send(number)
+                    slot.is_hooked = rank in hooked
+                    slot.is_excused = slot.is_hooked and not slot.has_raised()
+                    if not slot.is_hooked:
+                        slot.send(number)
                     if slot.blamed.hang:  # It may be stopped, and would not hear of it.
                         slot.send(signal.SIGCONT)
 
@@ -450,6 +469,9 @@ class PContext(abc.ABC):
             self._ladder.hurry(0.0, now)
         has_leaders = any(slot.is_running for slot in self._slots.values())
         match self._ladder.climb(now, has_leaders=has_leaders, is_swept=self._is_swept):
+            case Action.SIGNAL_HOOKED:
+                for slot in self._slots.values():
+                    slot.signal_hooked(self._ladder.signal)
             case Action.KILL_TREES:
                 self._spawner.kill_all()
             case Action.KILL_SPAWNER:
@@ -495,43 +517,3 @@ class SubprocessContext(PContext):
 def host_name() -> str:
     """Of this host, as a label. In a container the machine has another name than the container."""
     return os.environ.get("HOLDFAST_HOST_NAME") or os.uname().nodename.partition(".")[0]
-
-
-def new_group(
-    spec: GroupSpec,
-    args: dict[int, tuple[Any, ...]],
-    envs: dict[int, dict[str, str]],
-    log_line_prefixes: dict[int, str] | None = None,
-    **more: Any,
-) -> PContext:
-    """One life of a group, before its start. `more` are the `link`, `lease`, `watch` and `copied` of `PContext`."""
-    entrypoint, rest = spec.entrypoint, (spec.logs_specs, log_line_prefixes)
-    if isinstance(entrypoint, str):
-        return SubprocessContext(spec.role, entrypoint, args, envs, *rest, spec=spec, **more)
-    from holdfast.process.workers.functions import MultiprocessContext
-
-    return MultiprocessContext(spec.role, entrypoint, args, envs, spec.start_method, *rest, spec=spec, **more)
-
-
-def start_processes(
-    name: str,
-    entrypoint: Callable[..., Any] | str,
-    args: dict[int, tuple[Any, ...]],
-    envs: dict[int, dict[str, str]],
-    logs_specs: LogsSpecs,
-    log_line_prefixes: dict[int, str] | None = None,
-    start_method: str = "spawn",
-    numa_options: Any = None,
-    duplicate_stdout_filters: list[str] | None = None,
-    duplicate_stderr_filters: list[str] | None = None,
-    **more: Any,
-) -> PContext:
-    """Start one process for each local rank: of a program (a text entry point) or of a function.
-
-    `args` and `envs` map each local rank 0..n-1 to its arguments and its additional environment.
-    """
-    filters = (duplicate_stdout_filters, duplicate_stderr_filters)
-    spec = GroupSpec(name, entrypoint, logs_specs, start_method, None, numa_options, *filters)
-    context = new_group(spec, args, envs, log_line_prefixes, **more)
-    context.start()
-    return context

@@ -125,6 +125,10 @@ class Slot:
     # Why it counts as failed, whatever its exit code says: a note; or for how long the group had shown no progress, and
     # where this worker was then.
     blamed: Evidence = field(default_factory=Evidence)
+    # It was asked to call its functions when its group was stopped, and will send itself the signal. An exception from
+    # then on comes from what they have ended.
+    is_hooked: bool = False
+    is_excused: bool = False
     was_starting: bool = False  # When its group was stopped: it is killed, as it has nothing to end in order.
     _box: BlackBox | None = None
     _box_size: int = 0
@@ -168,11 +172,15 @@ class Slot:
         if self.stop is None or -self.exitcode in _CRASHES:
             return True
         # The error was recorded before the end: a worker that raised, and was stopped during its cleanup, has failed.
-        return self.box().error is not None
+        return not self.is_excused and self.box().error is not None
 
     def has_raised(self) -> bool:
         """An exception has left its program, and it has not ended yet."""
-        return self.is_running and self.box().error is not None
+        return self.is_running and not self.is_excused and self.box().error is not None
+
+    def signal_hooked(self, number: signal.Signals) -> None:
+        if self.is_hooked and self.is_running:
+            self.send(number)
 
     def how_stopped(self) -> str:
         """For a worker that did not end by itself."""

@@ -133,12 +133,17 @@ class Connection(asyncio.Protocol):
             self._work()
         self._note_held()
 
+    @property
+    def held_bytes(self) -> int:
+        return self._frames.held_bytes
+
     def _note_held(self) -> None:
         """It is not read from while enough waits that can be taken, or what it is sent is not read."""
+        if not self.is_member:
+            self._server.strangers.note_held(self)
         if self._transport.is_closing():
             return
-        has_enough = self._is_waiting and self._frames.held_bytes > self._limits.waiting_bytes
-        may_read = not self._is_congested and not has_enough
+        may_read = not self._is_congested and (not self._is_waiting or self.held_bytes <= self._limits.waiting_bytes)
         if may_read != self._is_reading:
             self._is_reading = may_read
             if may_read:

@@ -18,6 +18,7 @@ class Limits:
 
     strangers: int = 4096
     strangers_with_tls: int = 256  # Each costs 79 KB.
+    held_bytes: int = 64 * MIB  # What strangers and visitors have sent and what was not taken yet, all together.
     unread_bytes: int = 4 * MIB  # What one connection is sent and does not read.
     waiting_bytes: int = 1 << 16  # A connection that waits for its turn with more than that is not read from.
     spare_descriptors: int = 64

@@ -436,13 +436,15 @@ class StandBy:
 @frozen
 class Stop:
     """Stop the workers of this round and join again. `is_failure`: because workers failed, not because of a change of
-    membership. `is_hang`: the run hangs; look where the workers are before. `is_loss`: because a node was lost."""
+    membership. `is_hang`: the run hangs; look where the workers are before. `is_loss`: because a node was lost.
+    `blames_peer`: of the failure (`failures.records.Failure`)."""
 
     round: wire.Count
     reason: wire.Text
     is_failure: bool = False
     is_hang: bool = False
     is_loss: bool = False
+    blames_peer: bool = False
 
 
 @frozen

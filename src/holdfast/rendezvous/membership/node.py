@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
-from holdfast.failures.records import Failure
+from holdfast.failures.records import Failure, Folded
 from holdfast.frozen import frozen
 from holdfast.rendezvous.membership import model, node_lease, protocol
 from holdfast.rendezvous.membership.model import (
@@ -92,7 +92,8 @@ _ALLOWED = frozenset((before, after) for before, _, after in STANDING_CHANGES)
 class JoinRequested:
     """The node has no workers and wants a place in the next round. The agent holds both ports, new ones each time.
     `failure` is the one that was reported in the last round, with its evidence; `advance` is of that round, too.
-    `held` are the snapshots that the node has, `snapshot_port` is where it serves them. `unready` as in `Join`."""
+    `held` are the snapshots that the node has, `snapshot_port` is where it serves them. `unready` and `peers` as in
+    `Join`."""
 
     port: int
     failure: Failure | None = None
@@ -101,6 +102,7 @@ class JoinRequested:
     held: tuple[model.Held, ...] = ()
     snapshot_port: int = 0
     unready: str | None = None
+    peers: tuple[Folded, ...] = ()
 
 
 @frozen
@@ -156,6 +158,7 @@ class Participant:
         self._advance: Advance | None = None
         self._held: tuple[model.Held, ...] = ()  # When the agent asked for a place last.
         self._unready: str | None = None  # So, too.
+        self._peers: tuple[Folded, ...] = ()
         self._reported: SnapshotReport | None = None  # Of `place`: the last, and when one was sent.
         self._reported_at = 0.0
         self._has_left = False  # While LEAVING: the workers are gone.
@@ -175,8 +178,8 @@ class Participant:
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
-            case JoinRequested(port, failure, advance, free_port, held, snapshot_port, unready):
-                self._advance, self._held, self._unready = advance, held, unready
+            case JoinRequested(port, failure, advance, free_port, held, snapshot_port, unready, peers):
+                self._advance, self._held, self._unready, self._peers = advance, held, unready, peers
                 if failure is not None and self._failure is not None:
                     self._failure = Failed(self._failure.round, failure)
                 self.facts = replace(self.facts, port=port, free_port=free_port, snapshot_port=snapshot_port)
@@ -242,6 +245,7 @@ class Participant:
             self._heard_restarts,
             self._held,
             self._unready,
+            self._peers,
         )
         return Join(self.facts, self.settings, place, self._heard_round, *said)
 

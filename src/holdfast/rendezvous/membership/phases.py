@@ -241,7 +241,7 @@ class Membership:
             commands += self._failed(facts.key, last.round, join.failure)
         if self._round is not None and self._round.is_left_by(join):
             self._budget.note(join.advance)
-            self._present.note(join.advance)
+            self._present.note(join)
             commands += self._stopped_before(join)
             self._present.owing.discard(facts.key)
         self._past.awaited.discard(facts.node_id)
@@ -438,7 +438,7 @@ class Membership:
         round.stop(reason, is_failure, is_hang, within_s, self._now)
         self.history = self.history.stop(*round.end(), self._now)
         keys = tuple(node.key for node in members if departed is None or node.key != departed.key)
-        return [Tell(keys, model.Stop(round.world.round, reason, is_failure, is_hang, round.has_lost_node))]
+        return [Tell(keys, round.stop_message())]
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""
@@ -492,7 +492,7 @@ class Membership:
         cause, decision = round.judge(self._agreed, self._budget, self._losses, now)
         if isinstance(decision, restart_policy.GiveUp):
             said = (round.failures_besides(cause), self._past.earlier, decision.is_final)
-            return self._end(Outcome(End.FAILED, decision.reason, cause, *said))
+            return self._end(Outcome(End.FAILED, decision.reason, round.with_peers(cause), *said))
         if decision is not None:
             self._formation.not_before = now + decision.delay_s
             self._budget.go_on(decision, now)

@@ -17,11 +17,12 @@ import msgspec
 from msgspec import Meta
 
 from holdfast import escape, wire_types
+from holdfast.failures import records
 from holdfast.failures.records import Evidence, Failure, Folded
-from holdfast.rendezvous.membership import model, notice_records
+from holdfast.rendezvous.membership import model, notice_records, restart_policy
 from holdfast.rendezvous.membership.model import MAX_NODES, Memory, NodeFacts, Place, Push, Settings, Stage, Stop
-from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
-from holdfast.telemetry.stragglers import Straggler
+from holdfast.rendezvous.membership.restart_policy import Advance
+from holdfast.telemetry import stragglers
 from holdfast.wire_types import MAX_NAME
 from holdfast.wire_types import AnyInt as AnyInt
 from holdfast.wire_types import Count as Count
@@ -80,28 +81,9 @@ HostAges = Annotated[tuple[tuple[Name, FewAges], ...], Meta(max_length=model.MAX
 
 # The records that are on the wire were defined before these types.
 _wire = SimpleNamespace(**{**vars(wire_types), **globals()})
-for _kind in (
-    model.SnapshotId,
-    model.Held,
-    model.Source,
-    model.Chosen,
-    model.SavedSteps,
-    model.NoticeRequest,
-    NodeFacts,
-    Settings,
-    RestartPolicy,
-    Advance,
-    Straggler,
-    Folded,
-    Evidence,
-    Failure,
-    model.RoundEnd,
-    model.Outcome,
-    Place,
-    Memory,
-    *get_args(Push),
-):
-    _kind.__annotations__ = get_type_hints(_kind, localns={"wire": _wire}, include_extras=True)
+for _kind in [each for module in (model, records, restart_policy, stragglers) for each in vars(module).values()]:
+    if isinstance(_kind, type) and "wire." in str(getattr(_kind, "__annotations__", "")):
+        _kind.__annotations__ = get_type_hints(_kind, localns={"wire": _wire}, include_extras=True)
 
 
 # The handshake: `Challenge`, `Hello`, with a token `Proved`, `Introduction`, `Welcome`. With a token, every frame after
@@ -195,7 +177,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     how far they came, and `stop` the message that made it stop, in case that the coordinator does not know.
     `has_lost_place`: the node had to kill its workers because it could not reach the coordinator. `heard_restarts` is
     the highest number of charged restarts that it knows of. `held` are the snapshots that the node has. `unready`: it
-    gets no place until it joins again without that; empty while its checks run, else why it stays out."""
+    gets no place until it joins again without that; empty while its checks run, else why it stays out. `peers` is where
+    its workers of that round were when another worker of the run failed (`failures/peers.py`)."""
 
     facts: NodeFacts
     settings: Settings
@@ -208,6 +191,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     heard_restarts: Count = 0
     held: Annotated[tuple[model.Held, ...], Meta(max_length=model.MAX_HELD)] = ()
     unready: Text | None = None
+    peers: Annotated[tuple[Folded, ...], wire_types.UP_TO_16] = ()
 
 
 class Return(msgspec.Struct, frozen=True, tag=True):

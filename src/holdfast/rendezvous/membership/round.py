@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from holdfast.failures import peers
 from holdfast.failures.cause import root_cause
-from holdfast.failures.records import HANG, Evidence, Failure
+from holdfast.failures.records import HANG, Evidence, Failure, Folded
 from holdfast.frozen import changed
 from holdfast.rendezvous.membership import restart_policy
 from holdfast.rendezvous.membership.formation import named
@@ -27,7 +28,6 @@ from holdfast.rendezvous.membership.model import (
 from holdfast.rendezvous.membership.nodes import NodeTable
 from holdfast.rendezvous.membership.protocol import HIGHEST_CLAIM, Command, Expel, Join, Return, Tell
 from holdfast.rendezvous.membership.restart_policy import (
-    Advance,
     Budget,
     Decision,
     Restart,
@@ -52,6 +52,7 @@ class Round:
         self.departed: dict[str, str] = {}  # Members that went away, and how. "" stands for unknown ones.
         self.has_agreed = False  # Workers have ended because of a notice, and are not done.
         self.has_lost_node = False  # At least one of `departed` went without a word.
+        self.peers: tuple[Folded, ...] = ()  # Where workers were when others had failed, as far as nodes say.
         self.idle_s: float | None = None  # How long before the stop the last progress was, as far as nodes say.
         # Of an adopted world, while members are unknown: until then they may come back.
         self.returns_until = returns_until
@@ -115,16 +116,33 @@ class Round:
             others.append(failure if left_chars >= 0 else changed(failure, evidence=Evidence()))
         return tuple(others)
 
+    def with_peers(self, cause: Failure | None) -> Failure | None:
+        """The cause, with the places of the workers of all nodes that did not fail."""
+        if cause is None or not self.peers:
+            return cause
+        places = peers.merged(self.peers, [cause.rank])
+        return changed(cause, evidence=changed(cause.evidence, peers=places))
+
     def stop(self, reason: str, is_failure: bool, is_hang: bool, within_s: float, now: float) -> None:
         self.stop_reason, self.is_stopped_for_failure, self.is_stopped_for_hang = reason, is_failure, is_hang
         self.stopped_at, self.stop_by, self.admit_at = now, now + within_s, None
+
+    def stop_message(self) -> Stop:
+        why = (self.stop_reason, self.is_stopped_for_failure, self.is_stopped_for_hang, self.has_lost_node)
+        return Stop(self.world.round, *why, self.blames_peer)
 
     def stopped_meanwhile(self) -> Stop:
         """For a member that may have missed it."""
         return Stop(self.world.round, self.stop_reason, self.is_stopped_for_failure, is_loss=self.has_lost_node)
 
-    def note(self, advance: Advance | None) -> None:
+    @property
+    def blames_peer(self) -> bool:
+        """Whether the nodes should look where their workers are before they stop them."""
+        return any(failure.blames_peer for failure in self.failures.values())
+
+    def note(self, join: Join) -> None:
         """The round made progress as long as one of its nodes did."""
+        advance, self.peers = join.advance, peers.merged((*self.peers, *join.peers)) if join.peers else self.peers
         if advance is not None and advance.idle_s is not None:
             self.idle_s = advance.idle_s if self.idle_s is None else min(self.idle_s, advance.idle_s)
 

@@ -154,6 +154,8 @@ function drawRounds(hasChanged) {
   const { rounds, totals } = picture;
   setText(byId("goodput"), percent(totals.goodput));
   setText(byId("lost"), duration(totals.lost_s));
+  byId("snapshot-box").hidden = !totals.snapshot;
+  if (totals.snapshot) figure("snapshot", `step ${number(totals.snapshot.step)}`, ` ${totals.snapshot.age} ago`);
   const causes = Object.entries(totals.restarts ?? {}).filter(([, times]) => times > 0);
   const restarts = causes.map(([cause, times]) => `${number(times)} × ${cause}`).join(", ");
   setText(byId("rounds-now"), restarts ? `new rounds: ${restarts}` : "");

@@ -1,0 +1,54 @@
+"""What the site does with the pages besides MkDocs: links out of docs/, diagrams that need no script, code in tables.
+
+The pages are written for the repository, where `../tests/x.py` leads to a file. On the site such a link leads to the
+project's address. The theme would load a script from elsewhere for each block of mermaid: the blocks of state diagrams
+become tables here. In code within a table, a pipe has a backslash for GitHub; Python's Markdown would show it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PROJECT = "https://github.com/holdfast-run/holdfast"
+
+_LINK = re.compile(r"(?<=\]\()(\.\./[^)\s]+)(?=\))")
+_DIAGRAM = re.compile(r"```mermaid\nstateDiagram-v2\n(.*?)```", re.DOTALL)
+_TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
+_CODE = re.compile(r"`[^`\n]+`")
+_CHANGE = re.compile(r"^\s*(\w+) --> (\w+): (.+)$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """MkDocs calls this for each page before it makes HTML of it."""
+    if page.parent is None:  # A page alone in its part of the navigation has no neighbours to list.
+        page.meta.setdefault("hide", ["navigation"])
+    boost = 3 if page.file.src_uri == "troubleshooting.md" else 0.5 if "decisions" in page.file.src_uri else 1
+    page.meta.setdefault("search", {"boost": boost})
+    folder = Path("docs") / Path(page.file.src_uri).parent
+    markdown = _LINK.sub(lambda link: address(link[1], folder), markdown)
+    markdown = _TABLE_ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
+    return _DIAGRAM.sub(lambda block: "\n".join(table(block[1])), markdown)
+
+
+def address(link: str, folder: Path) -> str:
+    """Links within docs/ stay as they are."""
+    place, mark, anchor = link.partition("#")
+    target = (ROOT / folder / place).resolve()
+    inside = target.relative_to(ROOT)
+    if inside.parts[:1] == ("docs",) and target.suffix != ".py":
+        return link
+    return f"{PROJECT}/{'tree' if target.is_dir() else 'blob'}/main/{inside}{mark}{anchor}"
+
+
+def table(changes: str) -> Iterator[str]:
+    """A state diagram as a table, with the events that lead from one state to another together."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for origin, target, label in _CHANGE.findall(changes):
+        grouped.setdefault((origin, target), []).append(label)
+    yield from ("| from | to | when |", "|---|---|---|")
+    for (origin, target), labels in grouped.items():
+        yield f"| `{origin}` | {'stays' if target == origin else f'`{target}`'} | {'; '.join(labels)} |"
