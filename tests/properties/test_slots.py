@@ -166,6 +166,27 @@ def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
     assert ledger.held()[0] == ((1, 1, 6, 2, False), [(0, 2)])
 
 
+def test_a_save_that_came_to_nothing_leaves_no_second_slot() -> None:
+    ledger = Ledger(1 << 20)
+    ledger.begin(1, 1, 2, [0, 1], None)
+    for rank in (0, 1):
+        ledger.commit(rank, 2, ledger.want(rank, 1, 100)[-1][3], 5, 100, True)
+    given = ledger.want(1, 3, 100)[-1][3]
+    ledger.commit(0, 5, ledger.want(0, 4, 100)[-1][3], 6, 100, True)
+    assert ledger.want(1, 6, 100)[-1][3] == given
+    ledger.check()
+
+
+def test_parts_of_other_ranks_go_when_this_round_has_a_common_snapshot() -> None:
+    ledger = Ledger(1 << 20)
+    ledger.begin(1, 1, 2, [0, 1], None)
+    slot = ledger.want(1, 1, 100)[-1][3]
+    ledger.commit(1, 2, slot, 5, 100, True)
+    ledger.begin(1, 2, 1, [0], None)
+    assert ("drop", slot) in ledger.commit(0, 4, ledger.want(0, 3, 100)[-1][3], 6, 100)
+    ledger.check()
+
+
 def test_a_replicated_snapshot_is_common_as_soon_as_one_rank_has_it() -> None:
     ledger = Ledger(1 << 20)
     ledger.begin(1, 1, 2, [0, 1], None)

@@ -165,7 +165,8 @@ class Ledger:
             return []
         actions: list[Action] = []
         own = [slot for slot in self.slots.values() if slot.rank == rank and not slot.pins]
-        for slot in sorted(own, key=lambda each: each.capacity):
+        # One that was given for a save that came to nothing is used first: a rank has one at a time.
+        for slot in sorted(own, key=lambda each: (not each.is_given, each.capacity)):
             if slot.is_given or not self.is_protected(slot):
                 if slot.capacity >= size:
                     slot.clear()
@@ -211,7 +212,7 @@ class Ledger:
         if is_replicated or holders.issuperset(self.ranks):
             self._common = max(snapshot, self._common or snapshot)
             self._holders = {each: ranks for each, ranks in self._holders.items() if each > self._common}
-        return [("committed", rank, request), *self._keep(), *self._serve_wants()]
+        return [("committed", rank, request), *self._keep(), *self._tidy(), *self._serve_wants()]
 
     def _serve_wants(self) -> list[Action]:
         wants, self._wants = self._wants, {}
