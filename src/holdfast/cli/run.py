@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from holdfast import signals
+from holdfast import escape, signals
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line, policies
 from holdfast.cli.arguments.options import HOSTS, OPTIONS, RunArguments
@@ -319,7 +319,7 @@ def config_from_args(
     entrypoint, entry_args = entry(args)
     config = config_from_options(args)
     for text in _unused(args, config):
-        log.warning("%s has no effect in this run", text)
+        log.warning("%s has no effect in this run", escape.one_line(text))
     for flag in misplaced_options(args):
         log.warning("%s comes after the script, so it is an argument of the script and no option of holdfast", flag)
     make = _logs_specs_class(args.logs_specs or "default")
