@@ -80,17 +80,20 @@ if dist.get_rank() == 0:
 """
 
 
-def next_step(side: Side, mib: int, place: str) -> tuple[float, float]:
-    """Seconds, and the steps that were computed again. `place` is where checkpoints go; without one: snapshots. A
-    restart of torchrun that fails is tried again with the setting that spares it the usual cause."""
+def next_step(side: Side, mib: int, place: str) -> tuple[float, float, float, float]:
+    """Seconds until the step is done, the steps that were computed again, and seconds until the last worker has
+    imported torch, and has its state. `place` is where checkpoints go; without one: snapshots. A restart of torchrun
+    that fails is tried again with the setting that spares it the usual cause."""
     with tempfile.TemporaryDirectory(dir=place or None) as checkpoints, marks_of_workers() as marks:
         args = (marks, checkpoints if place else "snapshots", mib)
         argv = side.argv(NPROC, "steps.py", args, ("--max-restarts", "1"))
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if side is TORCHRUN else {}
         with started(argv, env=env) as run:
             done = marks.wait("done", 1, NPROC, run, RESTART_LIMIT_S)
+            begun, loaded = (marks.wait(name, 1, NPROC, run, RESTART_LIMIT_S) for name in ("begun", "loaded"))
             failed_ns = next(iter(marks.found("failed").values())).at_ns
-            return (max(mark.at_ns for mark in done) - failed_ns) / NS_PER_S, max(mark.value for mark in done)
+            last = [(max(mark.at_ns for mark in each) - failed_ns) / NS_PER_S for each in (done, begun, loaded)]
+            return last[0], max(mark.value for mark in done), last[1], last[2]
 
 
 def save_ratio(mib: int) -> float:
@@ -139,10 +142,18 @@ def measure_snapshots(turns: Turns) -> None:
         found_disk = turns.compare(f"checkpoints on disk, {mib} MiB", in_files, warm_up=False)
         found_shm = turns.compare(f"checkpoints in {_SHM}, {mib} MiB", shm, warm_up=False)
         ratios = turns.compare(f"save, {mib} MiB", {PRELOAD.name: partial(save_ratio, mib)}, warm_up=False)
-        bound = Bound(0.1, TORCHRUN.name, side=PRELOAD.name)
+        reason = (
+            "The restart is a small part of it. The rest is the program's own: it allocates its state, copies the "
+            "snapshot back and makes two steps, with a save after each, on two cores that share one path to memory."
+        )
+        bound = Bound(0.1, TORCHRUN.name, side=PRELOAD.name, reason=reason)
         turns.rows += [
             row(f"next_step.{mib}", f"{what}: snapshots; torchrun: a checkpoint on disk every tenth step", "s",
                 of_each(found, lambda each: each[0]), bound),
+            row(f"begun.{mib}", "of which: until the last worker has imported torch", "s",
+                of_each(found, lambda each: each[2])),
+            row(f"loaded.{mib}", "of which: from there until the last worker has its state", "s",
+                of_each(found, lambda each: each[3] - each[2])),
             row(f"steps_again.{mib}", "steps computed again", "", of_each(found, lambda each: each[1])),
             row(f"next_step_disk.{mib}", "the same with checkpoints on disk", "s",
                 of_each(found_disk, lambda each: each[0])),

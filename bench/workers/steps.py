@@ -17,6 +17,7 @@ FAILED_STEP, CHECKPOINT_EVERY, TENSORS = 15, 10, 16
 
 signal.alarm(170)  # No worker outlives a benchmark that went wrong.
 torch.set_num_threads(1)
+marks.leave("begun")
 kind, mib = sys.argv[2], int(sys.argv[3])
 state = {f"layer{number}": torch.full(((mib << 20) // 4 // TENSORS,), 0.0) for number in range(TENSORS)}
 checkpoint = f"{kind}/{marks.RANK}"
@@ -34,6 +35,7 @@ elif os.path.exists(checkpoint):
 first = step
 for name in state if first else ():
     state[name].copy_(loaded[name])  # As load_state_dict does.
+marks.leave("loaded")
 while step <= FAILED_STEP + 1:
     if marks.ATTEMPT == 0 and step == FAILED_STEP and marks.RANK == marks.WORLD_SIZE - 1:
         marks.leave("failed")
