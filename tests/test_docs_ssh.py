@@ -73,7 +73,7 @@ def test_the_commands_run(line: str, servers: Hosts, tmp_path: Path) -> None:
         line = line.replace(shown, real)
     ended = holdfast.run(*shlex.split(line)[2:], command=(COMMAND, "run"), env=variables)
     assert ended.code == 0, ended
-    shown_lines = [each for each in ended.lines if re.fullmatch(r"\[node\d:\d\] step 1 .*", each)]
+    shown_lines = [each for each in ended.lines if re.fullmatch(r"\[node\d:\d+\] step 1 .*", each)]
     assert len(shown_lines) == int(shown_lines[0].split()[3])
     assert "--env" not in line or all(each.endswith(" hush INFO") for each in shown_lines)
 

@@ -48,6 +48,7 @@ def main():
     if accelerator.is_main_process:
         shutil.rmtree(checkpoint)  # The next job begins anew.
     accelerator.end_training()
+    os._exit(0)  # gloo aborts now and then when the interpreter frees what is left of it.
 
 
 if __name__ == "__main__":

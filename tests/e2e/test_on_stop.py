@@ -122,8 +122,8 @@ def test_the_signal_of_the_agent_is_the_one_that_follows(holdfast: Holdfast) -> 
         + """
 rank = 1  # All are stopped.
 holdfast.on_stop(lambda: say("called"))
-wait()
 try:
+    wait()
     time.sleep(600)
 except KeyboardInterrupt:
     say("interrupted")
