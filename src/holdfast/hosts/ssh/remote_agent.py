@@ -131,11 +131,12 @@ class _Remote:
         self._agent.abandon()
 
     def _ask(self, number: int, question: bytes) -> None:
-        """A thread for each: the agent may have to ask others. Any agent of the run on this host will do."""
+        """A thread for each: the agent may have to ask others. It is the one that this process has started: the command
+        that asks may run on this host, too, and would ask itself."""
         run_id = next(word.partition("=")[2] for word in self._order.arguments if word.startswith("--rdzv-id="))
         answer = control.error_answer("its agent does not answer")
-        for path, (name, _) in control.paths().items():
-            if name == control.name_in_path(run_id) and control.is_own(path):
+        for path, (name, pid) in control.paths().items():
+            if name == control.name_in_path(run_id) and control.is_own(path) and _is_below_this_process(pid):
                 with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as sock:
                     sock.settimeout(_ANSWER_S)
                     sock.connect(path)
@@ -163,6 +164,15 @@ class _Remote:
                     view = view[stdio.write_some(1, view) :]
         except OSError:
             self._agent.abandon()
+
+
+def _is_below_this_process(pid: int) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        while pid > 1 and pid != os.getpid():
+            with open(f"/proc/{pid}/stat", errors="surrogateescape") as file:
+                pid = int(file.read().rpartition(")")[2].split()[1])
+        return pid == os.getpid()
+    return False
 
 
 if __name__ == "__main__":
