@@ -21,8 +21,7 @@ from typing import Any
 
 from holdfast.checks.built_in import Agent, CheckFailed, NoEvidence
 
-SECRET_BYTES = 16
-SERVE_S = 20
+_SECRET_BYTES = 16
 _MOST_BYTES, _MOST_S = 64 << 20, 0.5  # One way.
 _PIECE = bytes(1 << 18)
 _MOST_PARTNERS, _TRIES = 3, 3
@@ -111,7 +110,7 @@ def serve(order: Mapping[str, Any], secret: str) -> str:
             sock, _ = listener.accept()
             with sock:
                 sock.settimeout(_PARTNER_S)
-                if hmac.compare_digest(sock.recv(SECRET_BYTES, socket.MSG_WAITALL), bytes.fromhex(secret)):
+                if hmac.compare_digest(sock.recv(_SECRET_BYTES, socket.MSG_WAITALL), bytes.fromhex(secret)):
                     sock.sendall(_SEEN.pack(*_receive(sock)))
                     _send(sock)
                     return "done"

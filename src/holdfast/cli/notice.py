@@ -29,7 +29,7 @@ A second notice can bring the time forward; to move it back, withdraw the first 
 
 exit status:
   0  the nodes of the run are told
-  1  there is no such run, notice may not be given from here, or nobody answers
+  1  there is no such run, notice may not be given from here, or no agent answers
   2  wrong usage, or several runs fit
 
 examples:
@@ -66,11 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _said(args: argparse.Namespace) -> dict[str, Any]:
     said: dict[str, Any] = {"withdraw": True} if args.withdraw else {"in_s": args.in_s}
-    return {**said, "reason": _reason(args)}
-
-
-def _reason(args: argparse.Namespace) -> str:
-    return args.reason or f"{PROGRAM}, by {user_name()} on {os.uname().nodename}"
+    return {**said, "reason": args.reason or f"{PROGRAM}, by {user_name()} on {os.uname().nodename}"}
 
 
 def _when(args: argparse.Namespace, count: int = 1) -> str:
@@ -103,7 +99,7 @@ def _by_agents(run: LocalRun, args: argparse.Namespace) -> dict[str, Any]:
 
 def _by_coordinator(run: LocalRun | RemoteRun, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     said = _said(args)
-    request = {"command": "notice", "in_s": said.get("in_s"), "reason": _reason(args), "nodes": names or None}
+    request = {"command": "notice", "in_s": said.get("in_s"), "reason": said["reason"], "nodes": names or None}
     told = run.ask_coordinator(request)
     nodes = told.get("nodes", []) if isinstance(told, dict) else []
     count = told.get("node_count", 0) if isinstance(told, dict) else 0

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from holdfast import procfs
 from holdfast.agent import control
 from holdfast.observe import ask
 
@@ -52,13 +53,8 @@ class OnHost:
         return [[worker.pid, worker.step] for worker in workers if worker.pid]
 
     def coordinators(self, mark: str) -> list[int]:
-        found = []
-        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            with contextlib.suppress(OSError):
-                is_one = b"rendezvous.coordinator.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-                if is_one and _is_marked(pid, mark):
-                    found.append(pid)
-        return found
+        found = [pid for pid in procfs.all_pids() if "rendezvous.coordinator.process" in procfs.command_line(pid)]
+        return [pid for pid in found if _is_marked(pid, mark)]
 
     def signal(self, pids: Iterable[int], number: int) -> None:
         for pid in pids:
@@ -84,9 +80,7 @@ class OnHost:
 
 
 def _is_marked(pid: int, mark: str) -> bool:
-    with contextlib.suppress(OSError):
-        return f"{MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False
+    return procfs.environment_of(pid).get(MARK_VARIABLE) == mark
 
 
 def _events(directory: str) -> Iterator[dict[str, Any]]:

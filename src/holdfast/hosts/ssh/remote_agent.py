@@ -17,7 +17,7 @@ import time
 from typing import IO
 
 import holdfast
-from holdfast import stdio
+from holdfast import procfs, stdio
 from holdfast.agent import control
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.hosts.host_agent import AgentOrder, HostAgent
@@ -135,8 +135,9 @@ class _Remote:
         that asks may run on this host, too, and would ask itself."""
         run_id = next(word.partition("=")[2] for word in self._order.arguments if word.startswith("--rdzv-id="))
         answer = control.error_answer("its agent does not answer")
+        own = procfs.descendants_of(os.getpid())
         for path, (name, pid) in control.paths().items():
-            if name == control.name_in_path(run_id) and control.is_own(path) and _is_below_this_process(pid):
+            if name == control.name_in_path(run_id) and control.is_own(path) and pid in own:
                 with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as sock:
                     sock.settimeout(_ANSWER_S)
                     sock.connect(path)
@@ -164,15 +165,6 @@ class _Remote:
                     view = view[stdio.write_some(1, view) :]
         except OSError:
             self._agent.abandon()
-
-
-def _is_below_this_process(pid: int) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        while pid > 1 and pid != os.getpid():
-            with open(f"/proc/{pid}/stat", errors="surrogateescape") as file:
-                pid = int(file.read().rpartition(")")[2].split()[1])
-        return pid == os.getpid()
-    return False
 
 
 if __name__ == "__main__":
