@@ -6,8 +6,8 @@ shown but not compared, because below the same line of Python they differ by cha
 
 A group is *odd* if the others probably wait for it. The criteria, in order: a process that cannot run (stopped, or in
 uninterruptible sleep) blocks the rest, wherever it is; workers in a collective wait for those that are not in one; the
-smaller group; the lower step. Groups that tie are equally odd; if all groups tie, none is odd. The *crowd* is the least odd
-group.
+smaller group; the lower step. Groups that tie are equally odd; if all groups tie, none is odd. The *crowd* is the least
+odd group.
 """
 
 from __future__ import annotations
