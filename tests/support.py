@@ -82,7 +82,7 @@ def get_json(port: int, path: str = "/", method: str = "GET", host: str = "127.0
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
-    """The one line of a command that refuses to do what it is asked for. It runs in this process: that is quick."""
+    """The one line, but for the usage, of a command that refuses what it is asked for. It runs in this process."""
     from holdfast.cli.main import main
 
     ended: object
@@ -91,7 +91,8 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
     except SystemExit as exited:
         ended = exited.code
     assert ended == code
-    (line,) = capsys.readouterr().err.splitlines()
+    *usage, line = capsys.readouterr().err.splitlines()
+    assert [each[:7] for each in usage] in ([], ["usage: "]), usage
     return line
 
 
