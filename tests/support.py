@@ -8,6 +8,7 @@ import errno
 import fcntl
 import functools
 import http.client
+import importlib
 import importlib.util
 import itertools
 import json
@@ -145,6 +146,16 @@ def need_module(name: str) -> None:
     """Without it the test is skipped, and fails in `make test-all`."""
     if importlib.util.find_spec(name) is None:
         cannot_test(f"{name} is not installed")
+
+
+class ImportedLater:
+    """A module that takes long to import, at its first use: every process of xdist imports all files of tests."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 def alive(pid: int) -> bool:
