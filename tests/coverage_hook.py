@@ -1,8 +1,8 @@
 """For `make coverage`: processes that holdfast starts without `site` are measured, too.
 
 The spawner, the runner of checks and the process that ends another one with its parent run under `python -I -S`.
-Coverage starts with `site`, by a file of its own in site-packages. `make coverage` writes a second such file, which runs
-this one in every Python of the environment: it leaves `-S` out of those command lines.
+Coverage starts with `site`, by a file of its own in site-packages. `make coverage` writes a second such file, which
+runs this one in every Python of the environment: it leaves `-S` out of those command lines.
 """
 
 from __future__ import annotations
