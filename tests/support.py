@@ -109,6 +109,28 @@ def wait_until(
     return value
 
 
+class Stopwatch:
+    """How long something takes at most, without the time for which the threads of this process and of others that take
+    part had to wait for a CPU: that depends on what else the machine does."""
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = (os.getpid(), *pids)
+        self.longest_s = 0.0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        began, delayed_s = time.monotonic(), self._delayed_s()
+        yield
+        self.longest_s = max(self.longest_s, time.monotonic() - began - max(0.0, self._delayed_s() - delayed_s))
+
+    def _delayed_s(self) -> float:
+        total_ns = 0
+        for path in (path for pid in self._pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")):
+            with contextlib.suppress(OSError):  # A thread that has ended.
+                total_ns += int(path.read_text().split()[1])
+        return total_ns / 1e9
+
+
 def is_test_all() -> bool:
     return os.environ.get("HOLDFAST_TEST_ALL") == "1"
 
