@@ -151,7 +151,7 @@ class NodeChecks(Sink):
     ) -> None:
         self._plan, self._run, self._told = plan, run, told
         self._log_dir, self._control_path = log_dir, control_path
-        self._gate = gate.Gate(plan)
+        self._gate = gate.Gate(plan, run.join_patience_s)
         self._process: CheckProcess | None = None
         self._ends_by = 0.0
         self._results: dict[str, CheckResult] = {}
@@ -255,9 +255,15 @@ class NodeChecks(Sink):
                     self._stop()
                 case gate.AskForPlace():
                     self._has_news = True
-                case gate.Report(results, delay_s):
+                case gate.Report(results, delay_s, left_s):
                     for sink in self._told:
                         sink.checked(results, delay_s)
+                    if left_s is not None:
+                        logger.warning(
+                            "the run fails in %.0f s if the checks have not passed by then (--join-timeout)", left_s
+                        )
+                case gate.GiveUp(reason):
+                    self._run.give_up(reason)
 
     def _start(self) -> None:
         self._stop()
