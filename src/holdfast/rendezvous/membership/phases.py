@@ -127,9 +127,8 @@ class Membership:
         if self.phase is Phase.ENDED:
             return self._linger.ends_at
         silent = self.nodes.most_silent()  # All leases are equally long, so the next one to end is its.
-        lease_ends = self._lease_ends(silent) if silent else None
-        candidates = [self.nodes.next_drop_at(), self.nodes.next_release_at(), self._formation.report_at, lease_ends]
-        candidates.append(self.notices.tell_at)
+        candidates = [self.nodes.next_drop_at(), self.nodes.next_release_at(), self._formation.report_at]
+        candidates += [self._lease_ends(silent) if silent else None, self.notices.tell_at]
         if self._round is not None:
             candidates += [self._round.returns_until, self._round.stop_by, self._round.admit_at]
         if self.phase is Phase.FORMING and self.settings is not None:
