@@ -801,6 +801,8 @@ def memory_of(commands: list[Any]) -> Memory:
     return [command.memory for command in commands if isinstance(command, Remember)][-1]
 
 
+@promise("""nodes.finishes-early-waits-starts: A node that finishes early waits for the others, and starts again with
+    them if one fails.""")
 @promise("""nodes.few-join-time-run: If too few nodes join in time, the run ends and says which nodes joined and how
     many are missing.""")
 @promise("""nodes.newcomers-arrive-admit-delay: Newcomers that arrive within `--admit-delay` (5 s) of the first one are
