@@ -515,8 +515,7 @@ class Membership:
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
         waiting = self.notices.waiting_count(self.nodes)
         self._formation.count(waiting, self.settings, now)
-        is_hopeless = self.nodes.hopeful < self.settings.min_nodes
-        if is_hopeless and self._formation.has_timed_out(self.settings, now):
+        if self.nodes.hopeful < self.settings.min_nodes and self._formation.has_timed_out(self.settings, now):
             missing = too_few(self.nodes.names_waiting(), self._losses.words(self.nodes, now).values(), self.settings)
             return self._end(Outcome(End.FAILED, missing, earlier=self._past.earlier))
         if self._is_time_to_seal(waiting, now) and self._is_time_to_seal(len(ready := self._ready(now)), now):
@@ -544,8 +543,8 @@ class Membership:
             self.nodes.waiting.discard(key)
         told = self.notices.seal(world.keys, self.nodes, now)
         told += [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
-        waiting, held = self.nodes.waiting_keys(), sorted({*self.nodes.held, *self.nodes.unready})
-        return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
+        told += self._stand_by(self.nodes.waiting_keys(), are_new=False)
+        return [Remember(self._memory(now)), *told, *self._hold(sorted({*self.nodes.held, *self.nodes.unready}))]
 
     # The end.
 
