@@ -27,6 +27,9 @@ consequence and cost nothing:
   3. A is still unaccounted for, so nothing is decided until it is lost after `drop_timeout_s`,
   4. the next round is formed without A, uncharged, although `max_restarts` may be 0.
 
+B's report may also come after A is lost, because B's worker ends slowly: then the round is stopped already, and B is
+told why its failure does not count.
+
 Stopping is bounded. A member that keeps its lease but does not come back from a stop within the longest time that a
 member needs for one (`NodeFacts.stops_within_s`) is expelled; a lease later its workers must be gone, and it is lost.
 
@@ -316,9 +319,10 @@ class Membership:
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail because of the stop."""
-        is_of_stop = self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure
-        if is_of_stop or not self._is_current(key, round):
+        if not self._is_current(key, round):
             return []
+        if self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure:
+            return self._present.excuse(key)
         self._present.report(key, failure)
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
 
@@ -523,7 +527,7 @@ class Membership:
         return [Tell(self.nodes.waiting_keys(), progress)] if progress is not None and waiting else []
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        known = len(self.notices.staying(self.nodes.values())) - self.nodes.out_beyond(now + self._agreed.last_call_s)
+        known = self.notices.staying_count(self.nodes) - self.nodes.out_beyond(now + self._agreed.last_call_s)
         return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
