@@ -47,7 +47,7 @@ def restore(
         params = [param for group in optimizer.param_groups for param in group["params"]]
         saved = state["optimizer"]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        of_each = {number: _distributed(saved["state"][number], param)
+        of_each = {number: _distributed(_owned(saved["state"][number]), param)
                    for number, param in zip(numbers, params, strict=True) if number in saved["state"]}  # fmt: skip
         optimizer.load_state_dict({**saved, "state": {**saved["state"], **of_each}})
     if rng:
@@ -66,7 +66,7 @@ def _restore_model(saved: Mapping[str, Any], extra: Mapping[str, Any], model: to
                 raise ValueError(f"{name} has the shape {tuple(target.shape)}, not {tuple(saved[name].shape)}")
             target.copy_(saved[name])
     for name, module in _with_extra_state(model):
-        module.set_extra_state(extra[name])
+        module.set_extra_state(_owned(extra[name]))
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -93,6 +93,16 @@ def _localized(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _localized(each) for key, each in value.items()}
     return [_localized(each) for each in value] if isinstance(value, list) else value
+
+
+def _owned(value: Any) -> Any:
+    """With tensors in memory of their own: an optimizer keeps those that it is given, and what `load(copy=False)` has
+    returned changes with the next saves. Torch cannot resize memory that is not its own."""
+    if isinstance(value, torch.Tensor):
+        return value if value.untyped_storage().resizable() else value.clone()
+    if isinstance(value, dict):
+        return {key: _owned(each) for key, each in value.items()}
+    return type(value)(map(_owned, value)) if type(value) in (list, tuple) else value
 
 
 def _distributed(value: Any, like: Any) -> Any:
