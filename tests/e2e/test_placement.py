@@ -57,7 +57,7 @@ def test_the_threads_of_a_library_that_was_loaded_before(holdfast: Holdfast, opt
         (("--cpus-per-worker=1", "--numa-binding=node"), "--cpus-per-worker and --numa-binding exclude each other"),
         (
             ("--cpus-per-worker=4000",),
-            "--cpus-per-worker 4000 needs 4000 cores for 1 workers, and this process may use",
+            "--cpus-per-worker 4000 needs 4000 cores for 1 worker, and this process may use",
         ),
         (("--peer-stacks=maybe",), "--peer-stacks"),
     ],
