@@ -153,7 +153,7 @@ def test_options_of_srun_and_commands_before_the_agent(tmp_path: Path) -> None:
         ("touch private/ended; kill -9 $$", 1, 137, ["ended"]),  # Another agent has ended by itself.
         ("trap 'exit 5' TERM; kill -TERM $PPID; while :; do sleep 0.1; done", 1, 5, ["ended"]),
         ("trap : TERM; kill -TERM $PPID; sleep 0.5; kill -9 $$", 1, 137, []),  # The job is being cancelled.
-        ("kill -INT $PPID; while :; do sleep 0.1; done", 1, 130, ["ended"]),
+        ("kill -INT $PPID; exec sleep 30", 1, 130, ["ended"]),
         ("trap 'kill -9 $$' USR1; [ $(wc -l < starts) = 2 ] || { kill -USR1 $PPID; while :; do sleep 0.1; done; }",
          2, 0, ["ended"]),
         ("(sleep 1.2; kill -TERM $PPID) & kill -9 $$", 1, 137, []),  # The same, while the shell waits.
