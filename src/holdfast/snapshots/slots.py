@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from itertools import count
 
-from holdfast.text import size_text
+from holdfast.text import plural, size_text
 
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
@@ -229,8 +229,8 @@ class Ledger:
         _, _, step, world_size, is_replicated = chosen
         if world_size != self.world_size and not is_replicated and not can_reshard:
             text = (
-                f"step {step} was saved by {world_size} workers, and this world has {self.world_size}: it loads only "
-                "with reshard=... or if it was saved with replicated=True"
+                f"step {step} was saved by {plural(world_size, 'worker')}, and this world has {self.world_size}: it "
+                "loads only with reshard=... or if it was saved with replicated=True"
             )
             return [("nothing", rank, request, text)]
         if can_reshard and wanted >= world_size:
