@@ -32,6 +32,18 @@ TEST_TOOLS = (
 )  # fmt: skip
 # The tests that need no framework.
 QUICK = ("tests/unit", "tests/properties", "tests/test_tidy.py", "--ignore", "tests/unit/test_snapshot_layout.py")
+# And what differs between versions of Python: how programs are started, how they end, processes, threads and signals.
+PYTHONS = (
+    *QUICK,
+    *(f"tests/integration/test_{each}.py" for each in (
+        "agent_backends", "bootstrap", "bootstrap_evidence", "control", "coordinator", "health", "losses", "ownership",
+        "processes", "snapshots", "start_stop_events", "steering", "timers",
+    )),
+    *(f"tests/e2e/test_{each}.py" for each in (
+        "bad_input", "checks", "completion", "imports", "notice", "on_stop", "output", "signals_cli",
+    )),
+)  # fmt: skip
+SECONDS = 1800  # For the tests on one Python; five minutes are usual on two idle cores.
 # With the extras that can be as old as pyproject.toml says.
 LOWEST = (
     *QUICK,
@@ -65,11 +77,11 @@ def main(what: str = "dist") -> None:
             for python in pythons():
                 smoke(Installed(python, place / "smoke", []))
         elif what == "lowest":
-            installed = Installed(sys.executable, place / "lowest", lowest_versions())
-            installed.test(LOWEST)
+            sys.exit(not Installed(sys.executable, place / "lowest", lowest_versions()).test(LOWEST))
         elif what == "pythons":
-            for python in pythons():
-                Installed(python, place / "tests", []).test(QUICK)
+            installed = [Installed(python, place / str(number), []) for number, python in enumerate(pythons())]
+            failed = [each.version for each in installed if not each.test(PYTHONS)]
+            sys.exit(f"the tests fail on {', '.join(failed)}" if failed else 0)
         else:
             raise SystemExit(__doc__)
 
@@ -162,11 +174,15 @@ class Installed:
     def pip(self, *requirements: str) -> None:
         run(self.bin / "pip", "install", "--quiet", "--disable-pip-version-check", *requirements)
 
-    def test(self, tests: Sequence[str]) -> None:
+    def test(self, tests: Sequence[str]) -> bool:
         self.pip(*TEST_TOOLS)
-        done = subprocess.run([self.bin / "python", "-m", "pytest", "-n", "2", *tests], cwd=ROOT)
-        if done.returncode:
-            raise SystemExit(f"{self.version}: the tests fail")
+        say(f"{self.version}: the tests")
+        command = [self.bin / "python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *tests]
+        try:
+            return subprocess.run(command, cwd=ROOT, timeout=SECONDS).returncode == 0
+        except subprocess.TimeoutExpired:
+            say(f"{self.version}: not done after {SECONDS} s")
+            return False
 
     def run(self, *command: str, code: int = 0) -> str:
         """One of the commands of the environment, elsewhere. What it prints, to both streams."""

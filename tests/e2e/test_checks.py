@@ -231,23 +231,6 @@ def make(directory: Path, holdfast: Holdfast) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (("--check", "memry"), "--check memry: there is neither a built-in check nor a command 'memry'"),
-        (("--check", "disc:/tmp"), "--check: 'disc:/tmp' is not a check; there are memory, disk:PATH, path:PATH"),
-        (("--check", "disk"), "--check: 'disk' needs an absolute path, as in disk:/tmp"),
-        (("--check", "memory", "--check-timeout", "0"), "--check-timeout 0: no check could pass"),
-        (("--check", "memory", "--check-action", "stop"), "--check-action: 'stop' is not one of log, exclude"),
-    ],
-)
-def test_what_cannot_be_checked_is_refused(holdfast: Holdfast, options: tuple[str, ...], line: str) -> None:
-    holdfast.script("")
-    ended = holdfast.run(*options, "job.py")
-    assert ended.code == 2
-    assert line in ended.err
-
-
 @promise("""checks.gpu-needs-nvml: `--check gpu` without the package nvidia-ml-py is refused before anything starts,
     with the reason.""")
 def test_gpus_cannot_be_checked_without_nvidia_ml_py(holdfast: Holdfast) -> None:

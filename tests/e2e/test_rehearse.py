@@ -67,10 +67,9 @@ def test_a_job_that_begins_anew_with_another_result_does_not(holdfast: Holdfast)
         (("--seed=x", JOB), "--seed"),
     ],
 )
-def test_wrong_words(holdfast: Holdfast, words: tuple[str, ...], problem: str) -> None:
-    ended = rehearse(holdfast, *words)
-    assert ended.code == 2
-    assert problem in ended.last
+@pytest.mark.usefixtures("restored_logger")
+def test_wrong_words(words: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert problem in support.refused(capsys, 2, "rehearse", *words)
 
 
 @proves("rehearse.faults")

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import nodes, support
 
 
@@ -27,9 +26,10 @@ def _own_descendants() -> set[int]:
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path) -> Iterator[nodes.Scene]:
+def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[nodes.Scene]:
     """A run on tcp, or as the parameter says."""
-    endpoint = etcd.get_endpoint() if getattr(request, "param", "tcp") == "etcd" else ""
+    is_on_etcd = getattr(request, "param", "tcp") == "etcd"
+    endpoint = request.getfixturevalue("etcd").get_endpoint() if is_on_etcd else ""
     with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK], etcd=endpoint) as stage:
         yield stage
 

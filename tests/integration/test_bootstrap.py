@@ -66,6 +66,7 @@ class Case:
     files: dict[str, str | bytes] = field(default_factory=dict)
     stdin: str = ""
     since: tuple[int, int] = (3, 8)
+    before: tuple[int, int] = (4, 0)
     exit: int | None = None
 
 
@@ -168,7 +169,7 @@ EXIT_CASES = [
     exits("exit_in_handler", "import sys\ntry:\n  1/0\nfinally:\n  sys.exit(4)", 4),
     exits("exit_at_once", "import os, atexit; atexit.register(print, 'no'); os._exit(5)", 5),
     exits("interrupt", "raise KeyboardInterrupt('x')", -2),
-    exits("interrupt_subclass", "class K(KeyboardInterrupt): pass\nraise K", 1),
+    exits("interrupt_subclass", "class K(KeyboardInterrupt): pass\nraise K"),  # 1, and -2 since Python 3.14.
     exits("interrupt_by_signal", "import os, signal; os.kill(os.getpid(), 2); signal.pause()", -2),
     exits("terminated", "import os, signal; os.kill(os.getpid(), 15); signal.pause()", -15),
     exits("killed", "import os; os.kill(os.getpid(), 9)", -9),
@@ -180,7 +181,14 @@ EXIT_CASES = [
 ]
 
 BEHAVIOUR_CASES = [
-    exits("doc", "'''A docstring.'''\nx: int = 1\nprint(__doc__, __annotations__, list(globals()))", 0),
+    exits("doc", "'''A docstring.'''\nx: int = 1\nprint(__doc__, list(globals()))", 0),
+    exits("annotations", "x: int = 1\nprint(__annotations__)", 0, before=(3, 14)),
+    exits(
+        "annotate",
+        "x: int = 1\nimport annotationlib as a, sys\nprint(a.get_annotations(sys.modules[__name__]))",
+        0,
+        since=(3, 14),
+    ),
     exits("cookie", "", args=("x.py",), files={"x.py": "# coding: latin-1\nprint(ascii('é'))".encode("latin-1")}),
     exits("bom", "", 0, args=("x.py",), files={"x.py": b"\xef\xbb\xbfprint('\xc3\xa9')\r\nprint(2)\r\n"}),
     exits("own_future", "from __future__ import annotations\ndef f(x: nope): pass\nprint(f.__annotations__)", 0),
@@ -333,6 +341,17 @@ BEHAVIOUR_CASES = [
         sys.meta_path.clear()
         1/0
         """,
+        before=(3, 14),  # From then on plain Python leaves the source line out: it cannot import `traceback`.
+    ),
+    block(
+        "no_path_for_traceback",
+        """
+        import sys, traceback
+        sys.path.clear()
+        sys.path_importer_cache.clear()
+        sys.meta_path.clear()
+        1/0
+        """,
     ),
     block(
         "starts_again",
@@ -420,8 +439,8 @@ def compare(case: Case, directory: Path, python: str, bootstraps: Sequence[str])
     output bytes, exit status.""")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_looks_like_plain_python(case: Case, tmp_path: Path) -> None:
-    if sys.version_info < case.since:
-        pytest.skip(f"needs Python {case.since}")
+    if not case.since <= sys.version_info[:2] < case.before:
+        pytest.skip(f"for Python {case.since} to {case.before}")
     ways = (BOOTSTRAP_PATH, BYTECODE) if case in FACT_CASES else (BOOTSTRAP_PATH,)
     compare(case, tmp_path, sys.executable, ways)
 
@@ -454,7 +473,7 @@ def test_looks_like_plain_python_under_another_interpreter(python: str, tmp_path
     if shutil.which(python) is None:
         pytest.skip(f"there is no other interpreter, not even {python}")
     version = version_of(python)
-    cases = [case for case in CASES if version >= case.since]
+    cases = [case for case in CASES if case.since <= version < case.before]
 
     def differs(case: Case) -> str | None:
         directory = tmp_path / case.name

@@ -377,7 +377,8 @@ FORKED = """
 
 
 FORKED_BY_A_POOL = """
-    import os, sys
+    import os, sys, warnings
+    warnings.simplefilter("ignore", DeprecationWarning)  # Of a fork beside threads, from 3.12 on.
     from concurrent.futures import ThreadPoolExecutor
     from holdfast.process.spawner import bootstrap, forked
 

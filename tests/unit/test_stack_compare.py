@@ -44,6 +44,10 @@ PICTURES: dict[str, tuple[list[WorkerLook], list[int]]] = {
     "one waits for many": ([worker(rank, COLLECTIVE if rank == 3 else LOCK) for rank in range(4)], [0, 1, 2]),
     "all wait, one at another line": ([worker(r, FALLEN_BEHIND if r == 1 else COLLECTIVE) for r in range(4)], [1]),
     "a stopped one": ([worker(rank, LOCK, "T" if rank == 1 else "S") for rank in range(2)], [1]),
+    "stopped ones at two places": (
+        [worker(0, COMPUTE, "T"), worker(1, LOCK, "T"), worker(2, LOCK, "T"), worker(3, OTHER)],
+        [0, 1, 2],
+    ),
     "a stopped one among many places": ([worker(0, COMPUTE), worker(1, OTHER), worker(2, LOCK, "T")], [2]),
     "one in the kernel": ([worker(0, LOCK), worker(1, (), "D", trouble="no luck")], [1]),
     "two places, nothing tells": ([worker(0, COMPUTE), worker(1, OTHER)], []),

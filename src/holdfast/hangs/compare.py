@@ -5,8 +5,9 @@ those whose main threads have the same Python frames (function, file, line) are 
 shown but not compared, because below the same line of Python they differ by chance.
 
 A group is *odd* if the others probably wait for it. The criteria, in order: a process that cannot run (stopped, or in
-uninterruptible sleep) blocks the rest; workers in a collective wait for those that are not in one; the smaller group;
-the lower step. Groups that tie are equally odd; if all groups tie, none is odd. The *crowd* is the least odd group.
+uninterruptible sleep) blocks the rest, wherever it is; workers in a collective wait for those that are not in one; the
+smaller group; the lower step. Groups that tie are equally odd; if all groups tie, none is odd. The *crowd* is the least
+odd group.
 """
 
 from __future__ import annotations
@@ -182,8 +183,10 @@ def picture(looks: Iterable[WorkerLook]) -> Picture:
 
 def _oddness(group: Group) -> tuple[bool, bool, int, float]:
     """The least is the oddest."""
+    if group.first.frozen is not None:
+        return False, False, 0, 0.0
     lowest_step = min((look.step for look in group.looks if look.step is not None), default=float("inf"))
-    return group.first.frozen is None, group.first.is_in_collective, len(group.looks), lowest_step
+    return True, group.first.is_in_collective, len(group.looks), lowest_step
 
 
 def _python_frames(frames: Sequence[Frame]) -> list[Frame]:

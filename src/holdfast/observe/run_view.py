@@ -129,8 +129,8 @@ def _node_of(told: Told) -> NodeStatus:
     ranks = [worker.global_rank for worker in agent.workers if worker.global_rank >= 0]
     place = (agent.node if agent.node is not None and agent.node >= 0 else None, min(ranks, default=None))
     leaves_in_s = agent.notice.own_left_s if agent.notice is not None else None
-    about = (agent.role, len(agent.workers), agent.phase)
-    return NodeStatus(name_of(agent), "", *place, *about, is_connected=True, leaves_in_s=leaves_in_s)
+    told_node = NodeStatus(name_of(agent), "", *place, agent.role, len(agent.workers), agent.phase, is_connected=True)
+    return changed(told_node, leaves_in_s=leaves_in_s)
 
 
 def look(

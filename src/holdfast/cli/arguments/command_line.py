@@ -21,10 +21,10 @@ from holdfast.option import Option
 from holdfast.process import adoption
 
 # Options of other launchers that have no counterpart, and what to do instead.
+_WORKERS = ("-n", "-np", "--np", "--nprocs", "--num-procs", "--num-processes", "--gpus", "--num-gpus")
 _FOREIGN = {
-    "-n": "; did you mean --nproc-per-node?",
-    "-np": "; did you mean --nproc-per-node?",
-    "-N": "; did you mean --nnodes?",
+    **dict.fromkeys(_WORKERS, "; did you mean --nproc-per-node?"),
+    **dict.fromkeys(("-N", "--nodes", "--num-nodes", "--num-machines"), "; did you mean --nnodes?"),
     "--use-env": ": workers always get their local rank in LOCAL_RANK, and never as an argument; leave the option out",
 }
 

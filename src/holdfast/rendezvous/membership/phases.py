@@ -27,6 +27,9 @@ consequence and cost nothing:
   3. A is still unaccounted for, so nothing is decided until it is lost after `drop_timeout_s`,
   4. the next round is formed without A, uncharged, although `max_restarts` may be 0.
 
+B's report may also come after A is lost, because B's worker ends slowly: then the round is stopped already, and B is
+told why its failure does not count.
+
 Stopping is bounded. A member that keeps its lease but does not come back from a stop within the longest time that a
 member needs for one (`NodeFacts.stops_within_s`) is expelled; a lease later its workers must be gone, and it is lost.
 
@@ -316,9 +319,10 @@ class Membership:
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail because of the stop."""
-        is_of_stop = self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure
-        if is_of_stop or not self._is_current(key, round):
+        if not self._is_current(key, round):
             return []
+        if self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure:
+            return self._present.excuse(key)
         self._present.report(key, failure)
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
 
