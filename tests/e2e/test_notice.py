@@ -112,6 +112,37 @@ def test_workers_that_go_on_are_stopped_in_time(job: Callable[..., Running], mai
     assert "(SIGUSR1), stopping the workers (up to 0.5 s)" in ended.err
 
 
+@promise("""notice.while-stopping: A notice, or a signal to pass on, that comes while the workers are being stopped
+    changes nothing: they keep their grace, and the exit code is that of the stop.""")
+def test_signals_that_come_while_the_workers_are_being_stopped(holdfast: Holdfast) -> None:
+    script = holdfast.script(
+        """
+        import signal, sys, time
+        from pathlib import Path
+
+        def end(*_):
+            Path("stopping").touch()
+            while not Path("go").exists():
+                time.sleep(0.01)
+            print("saved")
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, end)
+        Path("ready").touch()
+        time.sleep(600)
+        """
+    )
+    running = holdfast.start("--standalone", "--pass-signals=SIGUSR2", script)
+    support.wait_until((holdfast.directory / "ready").exists, "the worker runs")
+    running.send(signal.SIGTERM)
+    support.wait_until((holdfast.directory / "stopping").exists, "it is being stopped")
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        running.send(number)
+    (holdfast.directory / "go").touch()
+    ended = running.wait()
+    assert (ended.code, ended.lines) == (128 + signal.SIGTERM, ["saved"]), str(ended)
+
+
 @promise("""notice.command: `holdfast notice` announces that the nodes of a run on this host go away, and withdraws
     it.""")
 def test_the_command_and_its_withdrawal(job: Callable[..., Running], mailbox: Mailbox, holdfast: Holdfast) -> None:

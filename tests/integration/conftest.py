@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import nodes, support
 
 
@@ -26,10 +27,9 @@ def _own_descendants() -> set[int]:
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[nodes.Scene]:
+def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path) -> Iterator[nodes.Scene]:
     """A run on tcp, or as the parameter says."""
-    is_on_etcd = getattr(request, "param", "tcp") == "etcd"
-    endpoint = request.getfixturevalue("etcd").get_endpoint() if is_on_etcd else ""
+    endpoint = etcd.get_endpoint() if getattr(request, "param", "tcp") == "etcd" else ""
     with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK], etcd=endpoint) as stage:
         yield stage
 

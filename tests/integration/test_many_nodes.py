@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import nodes, support
 from tests.nodes import SHORT_S, Scene
 from tests.promises import promise, proves
@@ -22,9 +23,9 @@ LONG_S = 60  # For a wait that the test says will not happen.
 
 
 @pytest.fixture(params=["tcp", pytest.param("etcd", marks=support.only_in_test_all("etcd for every rule"))])
-def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
+def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path) -> Iterator[Scene]:
     """The rules are those of one machine, so most are tried on etcd by `make test-all` alone."""
-    endpoint = request.getfixturevalue("etcd").get_endpoint() if request.param == "etcd" else ""
+    endpoint = etcd.get_endpoint() if request.param == "etcd" else ""
     with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK], etcd=endpoint) as stage:
         yield stage
 

@@ -10,6 +10,7 @@ from holdfast.hangs.compare import (
     Look,
     Thread,
     WorkerLook,
+    folded,
     found,
     full_text,
     picture,
@@ -147,6 +148,11 @@ def test_native_collectives_are_known_by_their_symbols() -> None:
 )
 def test_places(look: WorkerLook, expected: str) -> None:
     assert place(look) == expected
+
+
+def test_a_worker_that_did_not_answer_does_not_stand_out_in_the_report() -> None:
+    seen = picture([worker(0, trouble="no answer in time"), *(worker(rank, COLLECTIVE) for rank in (1, 2))])
+    assert [each.ranks for each in folded(seen)] == [(1, 2)]
 
 
 def test_the_sentence_about_the_odd_one() -> None:

@@ -27,6 +27,7 @@ _SUMMARY_NATIVE_FRAMES = 3
 _NAME_LIMIT_CHARS = 80
 _SOURCE_LIMIT_CHARS = 80
 
+_UNKNOWN = "at an unknown place"
 _FROZEN = {
     "T": "stopped by a signal such as SIGSTOP",
     "t": "stopped by a debugger",
@@ -198,7 +199,7 @@ def place(look: WorkerLook) -> str:
     frames = _python_frames(look.main)
     frame = next((each for each in frames if not _LIBRARY.search(each.file)), frames[0] if frames else None)
     if frame is None:
-        return _kernel_place(look.leader) or "at an unknown place"
+        return _kernel_place(look.leader) or _UNKNOWN
     source = f" `{escape.cut(frame.source, _SOURCE_LIMIT_CHARS)}`" if frame.source else ""
     return f"at {frame.file.rpartition('/')[2]}:{frame.line} in {frame.name}{source}"
 
@@ -208,8 +209,10 @@ def _kernel_place(look: Look) -> str:
 
 
 def folded(looked: Picture) -> tuple[Folded, ...]:
-    """The groups for the report of a failure: which ranks were at which place."""
-    return tuple(Folded(group.ranks, *_kind_and_place(group.first)) for group in looked.groups)
+    """The groups for the report of a failure: which ranks were at which place. Workers that did not answer in time are
+    left out: they would stand out for that alone."""
+    places = [(group.ranks, *_kind_and_place(group.first)) for group in looked.groups]
+    return tuple(Folded(*each) for each in places if each[1:] != (ELSEWHERE, _UNKNOWN))
 
 
 def _kind_and_place(look: WorkerLook) -> tuple[str, str]:

@@ -6,7 +6,7 @@ that a save costs a copy and no page faults. Outside a run `save` keeps nothing 
 
 `load` and `stage` return arrays that lie in a private mapping of a slot of this rank. A page of it shows the slot until
 one of them is written. What the program writes is its own. Before this process writes into the slot again, or forks, it
-writes a byte of each page that is still in use, which makes the page its own, too. No other process writes into it.
+makes each page that is still in use its own, too. No other process writes into it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.snapshots.messages import HEAD, packed
 
 _WANT_PATIENCE_S = 5.0
 _COMMIT_PATIENCE_S = 60.0
-_MADV_POPULATE_READ = 22
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 
 class SnapshotError(HoldfastError, RuntimeError):
@@ -143,8 +143,11 @@ class Snapshots:
         """Mappings of this slot, or of all, do not show it any more."""
         for memory in [memory for memory, of in self._shown.items() if inode in (None, of)]:
             self._shown.pop(memory, None)
-            with memoryview(memory) as view:
-                view[:: mmap.PAGESIZE] = bytes(view[:: mmap.PAGESIZE])
+            try:
+                memory.madvise(_MADV_POPULATE_WRITE)
+            except OSError:  # An old kernel. A thread that writes one of these very bytes meanwhile would lose it.
+                with memoryview(memory) as view:
+                    view[:: mmap.PAGESIZE] = bytes(view[:: mmap.PAGESIZE])
 
     def load(self, *, reshard: Reshard | None = None) -> Saved | None:
         """The snapshot from which this world goes on: on every rank the same step, or None on every rank.

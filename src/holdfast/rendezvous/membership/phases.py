@@ -527,7 +527,7 @@ class Membership:
         return [Tell(self.nodes.waiting_keys(), progress)] if progress is not None and waiting else []
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        known = len(self.notices.staying(self.nodes.values())) - self.nodes.out_beyond(now + self._agreed.last_call_s)
+        known = self.notices.staying_count(self.nodes) - self.nodes.out_beyond(now + self._agreed.last_call_s)
         return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
