@@ -21,7 +21,7 @@ from tests.support import Mailbox
 DEADLINE_S = 4 * support.DEADLINE_S
 
 # It tells its world, rank and pid, and the signals that it gets, which it may ignore. It may print many lines or lines
-# without end, fail in one rank, always or in the first round, or wait until the file `done` is there.
+# without end, fail in one rank, always or in the first round, wait until the file `done` is there, or until a notice.
 WORKER = """
     import os, signal, sys, time
 
@@ -49,6 +49,11 @@ WORKER = """
         raise RuntimeError("the disk is on fire")
     while "flood" in what:
         print("x" * 100)
+    while "save" in what:
+        time.sleep(0.05)
+        if os.path.exists(os.environ["HOLDFAST_NOTICE_FILE"]):
+            tell("saved", rank)
+            sys.exit(95)
     while "wait" in what and not os.path.exists(done):
         time.sleep(0.05)
     print("done", rank)

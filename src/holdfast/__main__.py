@@ -25,7 +25,7 @@ def main() -> int:
         from holdfast import signals
 
         # From here on no signal ends the agent without a message.
-        signals.install_early(notes_notice=is_run)
+        signals.install_early(notes_notice=is_run or sys.argv[1:2] == ["submit"])
     finally:
         kernel.pthread_sigmask(kernel.SIG_SETMASK, _MASK)
     if is_run:

@@ -6,7 +6,7 @@ The process that starts a command may be killed at any moment, and may have thre
 misfire. So this program stands in between, with one thread:
 
     stdin ends                  the owner is gone: the command gets SIGTERM, and after GRACE_S it is killed
-    SIGTERM, SIGINT and others  are passed on; the owner decides when the time is up
+    SIGTERM, SIGUSR1 and others are passed on; the owner decides when the time is up
     the command ends            this program ends with its exit code (128 + N for signal N)
     this program is killed      the kernel kills the command. (The workers of an agent are ended by its spawner.)
 
@@ -26,7 +26,10 @@ import subprocess
 import sys
 import time
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
+    signal.SIGCONT, signal.SIGWINCH,
+)  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 
 

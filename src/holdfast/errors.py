@@ -9,6 +9,7 @@ from __future__ import annotations
 
 RUN_CLOSED = 94  # The exit code of a run that the user has ended for all its nodes. Engines must not start it again.
 WENT_AWAY = 95  # The exit code of a node, or a run, that went away after a notice. It may be started again.
+RUN_WENT_AWAY = "the run has ended after a notice"  # So an agent says it that speaks for the run.
 
 
 class HoldfastError(Exception):

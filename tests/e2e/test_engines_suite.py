@@ -94,8 +94,20 @@ def test_a_signal_at_the_command(engine: Engine, number: signal.Signals) -> None
     assert engine.files_left() == []
 
 
-@promise("""engines.agent-killed-leaves-elastic: An agent that is killed leaves an elastic run; a step of a fixed size
-    ends.""")
+@promise("""notice.command-of-engine: SIGUSR1 to `holdfast run --hosts`, `holdfast submit ray` or `submit slurm` gives
+    notice to the whole run: all workers of all nodes are told, and the command ends with 95.""")
+def test_a_notice_at_the_command(engine: Engine) -> None:
+    running = engine.work("save")
+    engine.pids(2)
+    running.send(signal.SIGUSR1)
+    ended = engine.ended(running)
+    assert ended.code == 95, str(ended)
+    assert sorted(engine.mailbox.take(2)) == ["saved 0", "saved 1"]
+    assert "goes away in 120 s (SIGUSR1)" in ended.out + ended.err
+    assert engine.files_left() == []
+
+
+@promise("engines.agent-killed-leaves-elastic: An agent that is killed leaves an elastic run, which goes on.")
 @proves("ssh.host-agent-killed-network")
 def test_the_agent_of_a_node_is_killed(engine: Engine) -> None:
     """The run goes on without it, or with another one in its place."""
@@ -107,7 +119,7 @@ def test_the_agent_of_a_node_is_killed(engine: Engine) -> None:
     engine.done.touch()
     ended = engine.ended(running)
     assert ended.code == 0, str(ended)
-    assert [line for line in ended.lines if line.endswith(":0] done 0")]
+    assert len([line for line in ended.lines if line.endswith(":0] done 0")]) == 1, "the job does not run again"
 
 
 @promise("ssh.console-takes-more-holds: A console that takes no more holds up no signal and no connection.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from tests import ray_cluster, support
 from tests.e2e.command import COMMAND, Ended, Holdfast
-from tests.engines import DEADLINE_S, Ray
+from tests.engines import DEADLINE_S, Ray, agent_of
 from tests.promises import promise, proves
 from tests.ray_cluster import Cluster
 from tests.support import Mailbox, survivors, wait_until
@@ -82,6 +83,18 @@ def test_a_coordinator_that_is_killed(ray: Ray) -> None:
     end = job.wait(DEADLINE_S)
     assert end.code == 0, str(end)
     assert ray.mailbox.rest() == []
+
+
+@proves("ssh.exclude", "ray.killed-coordinator-started-workers")
+def test_a_node_that_loses_its_agent_again_and_again_is_named(ray: Ray) -> None:
+    job = ray.work("wait", options=("--nnodes=2", "--last-call=1s"))
+    for _ in range(2):
+        os.kill(agent_of(ray.pids(2)[1]), signal.SIGKILL)
+    ray.pids(2)
+    ray.done.touch()
+    end = job.wait(DEADLINE_S)
+    assert end.code == 0, str(end)
+    assert re.search(r"^holdfast: exclude: 127\.77\.0\.\d \(2 losses\)$", end.err, re.MULTILINE), str(end)
 
 
 @proves("ray.wrong-input-missing-unreachable")

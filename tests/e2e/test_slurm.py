@@ -96,13 +96,22 @@ class Slurm:
         """What each rank has said: host, restarts, pid, run. Slurm starts a requeued job after a while only."""
         return {int(rank): rest for rank, *rest in (line.split() for line in self.mailbox.take(count, deadline_s))}
 
+    def back(self, host: str) -> dict[str, list[str]]:
+        """What the workers of both nodes have said, by host, once those of this one are there again."""
+        said: dict[str, list[str]] = {}
+        while host not in said or len(said) < 2:
+            [(where, *rest)] = self.workers(1, 60).values()
+            said |= {where: rest}
+        return said
+
     def agents(self) -> dict[str, int]:
         """The pid of the agent on each node."""
         found = {}
         for pid in support.marked(self.holdfast.mark):
             with contextlib.suppress(psutil.Error):
                 words, environ = psutil.Process(pid).cmdline(), psutil.Process(pid).environ()
-                if "run" in words and "SLURM_NODEID" in environ and "RANK" not in environ:
+                is_agent = words[1:4] == ["-P", "-m", "holdfast"] and "run" in words
+                if is_agent and "SLURM_NODEID" in environ and "RANK" not in environ:
                     found[environ["SLURMD_NODENAME"]] = pid
         return found
 
@@ -170,7 +179,7 @@ def test_without_srun_a_job_of_two_nodes_says_what_to_type(slurm: Slurm, options
 def test_several_tasks_on_a_node_and_jobs_of_one_node(slurm: Slurm) -> None:
     ended = slurm.run("srun", "-N1", "-n2", "holdfast", "run", *slurm.job("work"))
     assert (ended.code, ended.lines) == (2, []), str(ended)
-    assert ended.err.count("has 2 tasks on 1 nodes, and each would run by itself") == 1
+    assert ended.err.count("has 2 tasks on 1 node, and each would run by itself") == 1
     for words in (("salloc", "-N1"), ("srun", "-N1", "-n1")):
         ended = slurm.run(*words, "holdfast", "run", *slurm.job("work"))
         assert (ended.code, ended.lines) == (0, ["done 0"]), str(ended)
@@ -302,6 +311,46 @@ def test_an_elastic_job_survives_a_node_that_is_marked_down(slurm: Slurm) -> Non
         support.wait_until(slurm.cluster.is_idle, "the node is back", 60)
 
 
+@promise("""engines.slurm-agent-comes-back: In a Slurm job of several nodes an agent that is killed is started again on
+    its node, later each time and three times at most, and its node joins the run again; not when the run has ended, and
+    not when the job is cancelled.""")
+@pytest.mark.parametrize(("nodes", "host"), [("1:2", "node2"), ("2", "node1")])
+def test_an_agent_that_is_killed_comes_back(slurm: Slurm, nodes: str, host: str) -> None:
+    running = slurm.submit("wait", "--last-call=1s", "--admit-delay=0", nodes=nodes)
+    first = slurm.workers()
+    os.kill(slurm.agents()[host], signal.SIGKILL)
+    again = slurm.back(host)
+    assert support.survivors([int(each[2]) for each in first.values()]) == []
+    assert again["node1"][2] == again["node2"][2] == first[0][3], "the same run"
+    os.kill(slurm.agents()[host], signal.SIGKILL)
+    line = f"holdfast: the agent on {host} was killed; it is started again in 10 s"
+    support.wait_until(lambda: line in running.so_far().out, "it waits", 60, running.so_far)
+    slurm.mailbox.rest()
+    running.send(signal.SIGINT)
+    ended = running.wait()
+    assert ended.code == 130, str(ended)
+    assert not [each for each in slurm.mailbox.rest() if host in each], "no other agent was started there"
+
+
+@proves("engines.slurm-exclude")
+def test_a_node_that_was_lost_repeatedly_is_left_out_of_the_requeued_job(slurm: Slurm) -> None:
+    running = slurm.submit("wait once", "--last-call=1s", "--admit-delay=0", "--sbatch=--requeue", nodes="1:2")
+    slurm.workers()
+    for _ in range(2):
+        os.kill(slurm.agents()["node2"], signal.SIGKILL)
+        slurm.back("node2")
+    job = job_id_of(running)
+    slurm.cluster.ask("scontrol", "requeue", job)
+    line = "holdfast: exclude: node2 (2 losses): the job does not start there again"
+    support.wait_until(lambda: line in running.so_far().own, "it is excluded", 60, running.so_far)
+    running.process.wait(180)
+    ended = running.wait()
+    assert (ended.code, [each for each in ended.lines if "done" in each]) == (0, ["[node1:0] done 0"]), str(ended)
+    assert ended.own[-1] == "holdfast: exclude: node2 (2 losses)"
+    facts = slurm.cluster.facts(job)
+    assert (facts["ExcNodeList"], facts["NodeList"], facts["Restarts"]) == ("node2", "node1", "1")
+
+
 @proves("engines.slurm-refuses-controller-down")
 def test_a_job_that_cannot_start_says_why(slurm: Slurm) -> None:
     running = slurm.submit("work", nodes="3")
@@ -425,6 +474,18 @@ def test_a_requeued_job_is_a_new_run(slurm: Slurm) -> None:
     assert ("stopped by SIGTERM" in out, out.count("] done")) == (True, 2), "the output of both lives is there"
 
 
+@proves("engines.slurm-run-id")
+def test_the_tasks_of_an_array_are_runs_of_their_own(slurm: Slurm) -> None:
+    """With a common token they would meet."""
+    words = ("holdfast", "submit", "slurm", "--detach", "--nnodes=2", "--sbatch", "--array=0-1", *slurm.job("work"))
+    submitted = slurm.start(*words, HOLDFAST_TOKEN="a token of more than thirty-two bytes, for tests")
+    submitted.process.wait(60)
+    [job] = submitted.so_far().lines
+    runs = [line.split()[-1] for line in slurm.mailbox.take(4, 60)]
+    assert sorted(runs) == [f"slurm-{job}_0"] * 2 + [f"slurm-{job}_1"] * 2
+    support.wait_until(lambda: not slurm.cluster.ask("squeue", "--noheader"), "both have ended", 60)
+
+
 @promise("""engines.coordinator-ends-with-job: The coordinator of a job ends with the job, also where Slurm does not
     find it (`proctrack/linuxproc`), so that a requeued job meets at the same port.""")
 def test_a_requeued_job_meets_no_coordinator_of_its_first_life(holdfast: Holdfast, mailbox: support.Mailbox) -> None:
@@ -448,11 +509,34 @@ def fences(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
 
 
+def engine_of(block: str) -> str:
+    """The engine on whose tests the commands run: those of Kubernetes and Ray have their names in them."""
+    return next((name for name in ("kubernetes", "ray") if f" {name} " in block), "slurm")
+
+
+@proves("engines.commands-docs-md-run")
+def test_the_commands_of_the_document_are_those_that_are_run() -> None:
+    """The tests of each engine run all commands of these blocks."""
+    known = {
+        "slurm": ("holdfast submit slurm", "holdfast render slurm", "sbatch", "srun", "salloc"),
+        "ray": ("holdfast submit ray",),
+        "kubernetes": (
+            "holdfast submit kubernetes",
+            "holdfast render kubernetes",
+            "kubectl",
+            "holdfast token | kubectl",
+        ),
+    }
+    for block in fences("sh"):
+        for line in block.splitlines():
+            assert line.startswith(known[engine_of(block)]), line
+
+
 @promise("engines.commands-docs-md-run: The commands in docs/engines.md run.")
 def test_the_commands_of_the_document_run(slurm: Slurm) -> None:
     """Those that only submit a job have succeeded when the job has."""
-    commands = [line for block in fences("sh") for line in block.splitlines() if "slurm" in line or "--nodes 2" in line]
-    assert len(commands) == 11
+    commands = [line for block in fences("sh") if engine_of(block) == "slurm" for line in block.splitlines()]
+    assert len(commands) == 12
     slurm.holdfast.script("print('trained')", "train.py")
     (slurm.holdfast.directory / "examples").symlink_to(EXAMPLE.parents[1])
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

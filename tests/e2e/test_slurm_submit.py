@@ -142,7 +142,7 @@ def test_the_end_that_the_script_tells_is_noticed_at_once(holdfast: Holdfast, su
 def test_a_node_that_was_lost_repeatedly_is_excluded_from_the_next_start(holdfast: Holdfast, submit: Submit) -> None:
     """Several agents tell of the same loss."""
     lost = "holdfast: the round is stopped: {}-{}-0123abcd is lost: its connection closed\n"
-    losses = [("node2", 1), ("node2", 1), ("node3", 1), ("node2", 7)]
+    losses = [("node2", 1), ("node2", 1), ("node3", 1), ("node2.domain", 7)]
     (holdfast.directory / "out").write_text("".join(lost.format(*each) for each in losses))
     job = running(holdfast, submit)
     support.wait_until(lambda: job.so_far().out.count("is lost") == 4, "the losses are shown")

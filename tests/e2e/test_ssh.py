@@ -323,6 +323,21 @@ def test_commands_reach_the_run_through_the_command_that_started_it(cluster: Ssh
     assert ended.code == 94, ended
 
 
+@promise("""notice.hosts: `holdfast notice` on the machine of `holdfast run --hosts` is about the whole run, and reaches
+    it over ssh.""")
+def test_a_notice_through_the_command_that_started_the_run(cluster: Ssh) -> None:
+    running = cluster.work("save")
+    cluster.pids(2)
+    words = [COMMAND, "notice", str(running.pid), "--in=1m", "--reason=maintenance"]
+    environ = {**os.environ, **cluster.holdfast.environment()}
+    done = subprocess.run(words, capture_output=True, text=True, env=environ, timeout=60)
+    assert re.fullmatch(r"run \S+ goes away in 1 min\n", done.stdout), done
+    ended = running.wait()
+    assert ended.code == 95, ended
+    assert sorted(cluster.mailbox.take(2)) == ["saved 0", "saved 1"]
+    assert "notice: the whole run goes away in 60 s (maintenance)" in ended.err
+
+
 @promise("""ssh.lost-host-rejoins: With `--rejoin-hosts` a host that was lost is connected again and joins the run.
     Hosts that were lost repeatedly are named at the end.""")
 def test_a_lost_host_rejoins(cluster: Ssh) -> None:

@@ -32,6 +32,7 @@ COMMAND = """
         if wish != "stubborn":
             sys.exit(5)
     signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGUSR1, stop)
     say(os.getpid())
     if wish == "ends":
         sys.exit(7)
@@ -93,15 +94,16 @@ def test_what_runs_it_is_killed(started: Start) -> None:
         assert survivors([command]) == []
 
 
-def test_signals_are_passed_on(started: Start, mailbox: Mailbox) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_passed_on(started: Start, mailbox: Mailbox, number: signal.Signals) -> None:
     """Also those that its owner blocks."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         with started() as (owned, command):
             assert psutil.Process(command).ppid() == owned.pid
             assert os.getsid(command) == command
-            owned.terminate()
-            assert mailbox.take() == ["signal 15"]
+            owned.send_signal(number)
+            assert mailbox.take() == [f"signal {number}"]
             assert owned.wait() == 5
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

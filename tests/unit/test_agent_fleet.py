@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import RUN_CLOSED
+from holdfast.errors import RUN_CLOSED, RUN_WENT_AWAY, WENT_AWAY
 from holdfast.hosts import agent_fleet
 from holdfast.hosts.agent_fleet import (
     AgentFleet,
@@ -100,6 +100,26 @@ FIXED: dict[str, tuple[str, list[Row], Outcome | None]] = {
         "1:2",
         [*fixed(A, B), (5.0, Ended("a", RUN_CLOSED, "holdfast: closed\n"), []), (5.1, Ended("b", RUN_CLOSED), [])],
         Outcome(RUN_CLOSED, "holdfast: closed\n"),
+    ),
+    "a run that went away after a notice is over for all, also for the host that stands by": (
+        "1:2",
+        [
+            *STANDS_BY,
+            (5.0, Ended("a", WENT_AWAY, f"holdfast: {RUN_WENT_AWAY}: x\n"), [Cut("c")]),
+            (5.1, Ended("b", WENT_AWAY), []),
+            (5.2, Lost("c", "cut"), []),
+        ],
+        Outcome(WENT_AWAY, f"holdfast: {RUN_WENT_AWAY}: x\n"),
+    ),
+    "a node that went away is not the run": (
+        "1:2",
+        [
+            *fixed(A, B),
+            (5.0, Ended("b", WENT_AWAY, "holdfast: this node went away after a notice: x\n"),
+             [warn("node-b: this node went away after a notice: x; the run goes on with 1 host")]),
+            (9.0, Ended("a", 0), []),
+        ],
+        Outcome(0),
     ),
     "a host that does not answer is cut": (
         "1",

@@ -14,7 +14,7 @@ from holdfast import escape
 from holdfast.cli import submit
 from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
-from holdfast.hosts.slurm import Slurm, SlurmOptions
+from holdfast.hosts.slurm import _KEEP_AGENT, Slurm, SlurmOptions
 from tests import support
 from tests.promises import promise, proves
 
@@ -140,6 +140,40 @@ def test_options_of_srun_and_commands_before_the_agent(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "2\nit's b\n")
     failed = subprocess.run(["bash", "-c", words[4].replace("export A=", "false "), *shell[3:]], env=before, timeout=60)
     assert failed.returncode == 1
+
+
+@proves("engines.slurm-agent-comes-back")
+@pytest.mark.parametrize(
+    ("agent", "starts", "code", "left"),
+    [
+        ("exit 3", 1, 3, ["ended"]),
+        ("[ $(wc -l < starts) = 2 ] || kill -9 $$", 2, 0, ["ended"]),
+        ("kill -9 $$", 4, 137, []),
+        ("kill -TERM $$", 1, 143, ["ended"]),
+        ("touch private/ended; kill -9 $$", 1, 137, ["ended"]),  # Another agent has ended by itself.
+        ("trap 'exit 5' TERM; kill -TERM $PPID; while :; do sleep 0.1; done", 1, 5, ["ended"]),
+        ("trap : TERM; kill -TERM $PPID; sleep 0.5; kill -9 $$", 1, 137, []),  # The job is being cancelled.
+        ("kill -INT $PPID; exec sleep 30", 1, 130, ["ended"]),
+        ("trap 'kill -9 $$' USR1; [ $(wc -l < starts) = 2 ] || { kill -USR1 $PPID; while :; do sleep 0.1; done; }",
+         2, 0, ["ended"]),
+        ("(sleep 1.2; kill -TERM $PPID) & kill -9 $$", 1, 137, []),  # The same, while the shell waits.
+        ("rmdir private; kill -9 $$", 1, 137, None),  # The nodes do not share the directory.
+    ],
+)  # fmt: skip
+def test_an_agent_that_is_killed_is_started_again(
+    tmp_path: Path, agent: str, starts: int, code: int, left: list[str] | None
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    shell = _KEEP_AGENT.replace("5 10 20", "2 1 1")
+    words = ["bash", "-c", shell, "agent", "bash", "-c", f"echo >> starts; {agent.replace('$PPID', '$1')}", "x"]
+    environ = {**os.environ, "HOLDFAST_SUCCESS_FILE": f"{private}/succeeded", "SLURMD_NODENAME": "node7"}
+    words = ["bash", "-c", 'exec "${@//PID_OF_SHELL/$$}"', "x", *words, "PID_OF_SHELL"]
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, (tmp_path / "starts").read_text().count("\n")) == (code, starts), done
+    assert (sorted(os.listdir(private)) if private.exists() else None) == left
+    lines = [f"holdfast: the agent on node7 was killed; it is started again in {each} s" for each in (2, 1, 1)]
+    assert done.stderr.splitlines() == lines[: done.stderr.count("\n")]
 
 
 @pytest.mark.parametrize(("options", "has_prefixes"), [((), True), (("--prefix=never",), False)])

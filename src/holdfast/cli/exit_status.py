@@ -10,7 +10,16 @@ from holdfast import escape, signals
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.options import PROGRAM
-from holdfast.errors import RUN_CLOSED, WENT_AWAY, HoldfastError, HostError, InternalError, UserError, is_from_run
+from holdfast.errors import (
+    RUN_CLOSED,
+    RUN_WENT_AWAY,
+    WENT_AWAY,
+    HoldfastError,
+    HostError,
+    InternalError,
+    UserError,
+    is_from_run,
+)
 from holdfast.failures import report
 from holdfast.failures.records import LOST_NODE
 from holdfast.log import Logger
@@ -87,7 +96,7 @@ def _closed(error: BaseException) -> tuple[int, str]:
     if isinstance(error, signals.NodeWentAway):
         return WENT_AWAY, f"this node went away after a notice: {reason}"
     if isinstance(error, signals.RunWentAway):
-        return WENT_AWAY, f"the run has ended after a notice: {reason}"
+        return WENT_AWAY, f"{RUN_WENT_AWAY}: {reason}"
     return (RUN_CLOSED, f"the run was closed: {reason}") if isinstance(error, signals.RunClosed) else (0, "")
 
 

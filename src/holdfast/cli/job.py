@@ -10,6 +10,7 @@ import os
 from collections.abc import Container
 from typing import Any
 
+from holdfast.agent import notice
 from holdfast.cli.arguments.program import check_combination
 from holdfast.cli.run import check_values, fresh_id, parse_min_max_nnodes, rendezvous_settings
 from holdfast.errors import UserError
@@ -31,6 +32,8 @@ def job_of(args: Any, without: Container[str], python: str, **fields: Any) -> Jo
     join_timeout_s = settings.rows_of("tcp")["join_timeout"].read(rendezvous_settings(args))
     times = {"grace_s": args.shutdown_timeout, "join_timeout_s": join_timeout_s}
     fields |= {name: float(value) for name, value in times.items() if value is not None}
+    given = (args.notice_signal, args.notice_file, args.notice_time, args.notice_worker_signal, args.pass_signals)
+    noticing = notice.settings_of(*given, args.signals_to_handle)
     is_named = args.rdzv_id not in ("", "none")
     return JobSpec(
         options=tuple(word for name, word in args.given.items() if name not in _FIELDS and name not in without),
@@ -44,6 +47,9 @@ def job_of(args: Any, without: Container[str], python: str, **fields: Any) -> Jo
         environment=_environment(args),
         python=python,
         health_port=None if args.health_port is None else int(args.health_port.rpartition(":")[2]),
+        notice_signal=noticing.notice_signal,
+        notice_s=noticing.time_s,
+        passed_signals=noticing.passed,
         **fields,
     )
 

@@ -17,6 +17,7 @@ from holdfast.cli.arguments.parser import PlainParser, argument
 from holdfast.cli.arguments.values import notice_time_s
 from holdfast.cli.stop import user_name
 from holdfast.errors import HostError, UserError
+from holdfast.observe import ask
 from holdfast.observe.ask import LocalRun, RemoteRun
 from holdfast.text import duration, plural
 
@@ -87,12 +88,15 @@ def _by_run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _by_agents(run: LocalRun, args: argparse.Namespace) -> dict[str, Any]:
-    answers = run.ask_nodes([agent.name for agent in run.local_agents()], {"command": "notice", **_said(args)})
+    names = [agent.name for agent in run.local_agents()]
+    answers = run.ask_nodes(names, {"command": "notice", **_said(args)}, ask.COORDINATOR_LIMIT_S)
     given = {name: each for name, each in answers.items() if isinstance(each, dict)}
     if not given:
         raise next((each for each in answers.values()), HostError(f"no agent of run {run.name} answers"))
     alone = not run.is_of_one_node and any(each.get("scope") != "run" for each in given.values())
     more = "; its coordinator is out of reach, so other nodes are not told yet" if alone else ""
+    if any(each.get("is_whole_run") for each in given.values()):  # Of the command of --hosts, which owns the run.
+        return {"run_id": run.name, "nodes": [], "text": f"run {run.name} {_when(args)}{more}"}
     who = f"run {run.name}" if run.is_of_one_node else f"{', '.join(given)} of run {run.name}"
     return {"run_id": run.name, "nodes": [*given], "text": f"{who} {_when(args, len(given))}{more}"}
 

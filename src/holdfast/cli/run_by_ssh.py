@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from holdfast import loop, signals
-from holdfast.agent import notice
 from holdfast.cli import run as local
 from holdfast.cli.arguments.options import HOSTS, OPTIONS
 from holdfast.cli.job import job_of
@@ -59,7 +58,8 @@ def run(args: Any) -> None:
     backend = _backend(args.given, is_alone=job.max_nodes == len(hosts) == 1)
     place = _place(args, backend, job.max_nodes)
     if backend == "static" and job.max_nodes != len(hosts):
-        raise UserError(f"static nodes are always {job.max_nodes} (--nnodes), and the list has {len(hosts)} hosts")
+        listed = plural(len(hosts), "host")
+        raise UserError(f"static nodes are always {job.max_nodes} (--nnodes), and the list has {listed}")
     ssh_command = ssh_of(args)
     archive = _archive(args, job.directory, len(hosts))
     if archive is not None and archive.script:
@@ -69,9 +69,7 @@ def run(args: Any) -> None:
         _detach(args, job)
         return
     os.environ[SIGNALS_VARIABLE] = args.signals_to_handle
-    known = (args.notice_signal, args.notice_file, args.notice_time, args.notice_worker_signal, args.pass_signals)
-    noticing = notice.settings_of(*known, args.signals_to_handle)
-    signals.inbox().watch(noticing.notice_signal, noticing.passed)
+    signals.inbox().watch(job.notice_signal, job.passed_signals)
     ready_fd, _, output = os.environ.pop(_DETACHED_VARIABLE, "").partition(":")
 
     ssh.run(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from holdfast import signals
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.options import HOSTS, OPTIONS
@@ -56,6 +57,7 @@ def submit(argv: Sequence[str]) -> int:
         job, settings, own = read(engine, tokens, _SubmitOptions)
         if own.on is None and tokens is argv:  # It is an argument of the script.
             raise _no_engine("submit")
+        signals.inbox().watch(job.notice_signal if engine.takes_notice else None, frozenset())
         return engine.submit(job, settings, detach=own.detach)
 
     return _reported("submit", start)

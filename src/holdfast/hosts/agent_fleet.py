@@ -37,8 +37,8 @@ Events, and what follows:
                           again, and at the end the hosts that lost theirs more than once are named. The run
                           goes on if it can, with a host that stands by. If too few are left, the others have a moment
                           to end by themselves, and get SIGTERM then.
-    Ended, the run's end  an agent speaks for the run: it has a report, or the run was closed. The others have some
-                          seconds to say the same, then they get SIGTERM, then they are cut off.
+    Ended, the run's end  an agent speaks for the run: a report, or the run was closed or went away. The others have
+                          some seconds to say the same, then they get SIGTERM, then they are cut off.
     Ended with 0          so do the others, as a rule within a moment. An agent that is still there has workers for
                           which the first did not wait any longer (`--exit-barrier-timeout`). It goes on, and if it
                           fails, so has the job. No other agent is started: it would run the job once more.
@@ -55,7 +55,7 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import assert_never
 
-from holdfast.errors import RUN_CLOSED
+from holdfast.errors import RUN_CLOSED, RUN_WENT_AWAY
 from holdfast.frozen import dataclass, frozen
 from holdfast.hosts.own_lines import is_own, labelled, names_text, without_prefix
 from holdfast.text import plural
@@ -117,7 +117,8 @@ class Ended:
     @property
     def is_outcome(self) -> bool:
         """Whether the agent speaks for the whole run. A report is not one of our lines."""
-        return self.code == RUN_CLOSED or (self.code != 0 and self.words != "" and not is_own(self.words))
+        is_report = self.code != 0 and self.words != "" and not is_own(self.words)
+        return self.code == RUN_CLOSED or is_report or RUN_WENT_AWAY in self.words
 
 
 @frozen
@@ -246,8 +247,7 @@ class AgentFleet:
         self._hosts: dict[str, _Host] = {}
         self._ends: list[tuple[float, Ended | Lost, _Host]] = []  # In their order, with their times.
         self._signal: int | None = None
-        self._problem = ""
-        self._meets_at = ""
+        self._problem = self._meets_at = ""
         self._has_asked = False  # Where the nodes meet.
         self._has_succeeded = False
         self._said, self._has_news, self._speak_at = "", False, now  # About what is waited for.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from zlib import crc32
 
 from holdfast.frozen import frozen
+from holdfast.text import plural
 
 FIRST_PORT, PORTS = 15000, 16000
 _KUBERNETES_PORT = 29400  # A pod has ports of its own.
@@ -113,7 +114,8 @@ def _slurm(environ: Environ, node_file: str) -> Answer:
         raise _WrongError(f"Slurm job {job} has {nodes} nodes, and this command would use one of them: {remedy}")
     what = f"Slurm job {job}, step {step}"
     if _number(environ, "SLURM_STEP_NUM_TASKS") > _number(environ, "SLURM_STEP_NUM_NODES"):
-        several = f"{what} has {environ['SLURM_STEP_NUM_TASKS']} tasks on {environ['SLURM_STEP_NUM_NODES']} nodes"
+        on_nodes = plural(_number(environ, "SLURM_STEP_NUM_NODES"), "node")
+        several = f"{what} has {environ['SLURM_STEP_NUM_TASKS']} tasks on {on_nodes}"
         remedy = "srun --ntasks-per-node=1 holdfast run --nproc-per-node N"
         raise _several(several, remedy, _number(environ, "SLURM_PROCID") == 0)
     hosts = expand(environ.get("SLURM_STEP_NODELIST", ""))

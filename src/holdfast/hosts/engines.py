@@ -41,11 +41,13 @@ class Engine(Generic[O]):
     values. Errors are `UserError` (wrong input) or `HostError` (the engine fails), with one line.
 
     `decides` are the options of `holdfast run` that the engine settles itself, so that a user must not give them.
+    `takes_notice`: while `submit` waits, it asks the inbox of `signals` for a notice, and gives it to the run.
     """
 
     name: ClassVar[str]
     options: type[O] = Options  # type: ignore[assignment]  # An engine need not have any.
     decides: ClassVar[tuple[str, ...]] = _PLACES
+    takes_notice: ClassVar[bool] = False
 
     def submit(self, job: JobSpec, settings: O, *, detach: bool) -> int:
         """Start the job and return its exit code. With `detach`, return 0 once the engine has accepted it."""

@@ -133,6 +133,10 @@ class HostAgent:
     def renew(self) -> None:
         self._lease.renew()
 
+    @property
+    def is_started(self) -> bool:
+        return self._process is not None
+
     def pass_on(self, number: int) -> None:
         if self._process is None:
             os._exit(1)  # The agent must not start later.

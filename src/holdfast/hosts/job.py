@@ -7,6 +7,8 @@ stray modules of the working directory.
 
 from __future__ import annotations
 
+import signal
+
 from holdfast.frozen import frozen
 
 # For engines that end the job when the first agent has succeeded: those that have finished wait for the others.
@@ -20,7 +22,8 @@ class JobSpec:
     it out. `environment` are variables that every agent gets in addition. `directory` and `python` are where and by
     which interpreter the agents run.
     `grace_s` and `join_timeout_s` are how long agents may take to stop and to meet, `health_port` where they answer
-    probes; what the user gave of these is in `options`, too."""
+    probes. `notice_signal` gives notice that the run goes away in `notice_s`, and `passed_signals` go to the workers.
+    What the user gave of these is in `options`, too."""
 
     options: tuple[str, ...]
     program: tuple[str, ...]
@@ -35,6 +38,9 @@ class JobSpec:
     join_timeout_s: float = 600.0
     health_port: int | None = None
     is_named: bool = False
+    notice_signal: signal.Signals | None = None
+    notice_s: float = 120.0
+    passed_signals: frozenset[signal.Signals] = frozenset()
 
     @property
     def nnodes(self) -> str:

@@ -13,12 +13,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from holdfast import die_with_parent
+from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
 from holdfast.log import Logger
 from holdfast.rendezvous import endpoints, settings
+from holdfast.rendezvous.client import visitor
 
 logger = Logger(__name__)
 
@@ -40,6 +43,7 @@ class JobCoordinator:
             *("--rdzv-id", job.run_id, *secret_options(job)),
         ]
         self._environment = {**os.environ, "HOLDFAST_TOKEN": token, "XDG_RUNTIME_DIR": self._memory}
+        self._job, self._token = job, token
         self._wake, self._starts = wake, 0
         self._has_served, self._last_line = False, ""
         self._process = self._start()
@@ -76,6 +80,12 @@ class JobCoordinator:
         logger.warning("the coordinator has died, and is started again")
         self._process = self._start()
         return ""
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """What it answers; waits for that. Raises HoldfastError."""
+        found = visitor.find("tcp", self.endpoint, self._job.run_id, secret_settings(self._job))
+        with visitor.Visitor(changed(found, token=found.token or self._token.encode())) as asked:
+            return asked.ask(request)
 
     def close(self) -> None:
         self._held.close()

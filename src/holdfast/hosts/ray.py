@@ -24,6 +24,7 @@ Failures:
     the head of Ray is killed       no list of nodes comes for `_PATIENCE_S`. (Ray itself ends this process after a
                                     minute.) Actors are reached without the head, so the agents end in order. An actor
                                     that is not reached ends its agent when its lease ends.
+    SIGUSR1 to the caller           the coordinator tells all nodes that the run goes away (docs/notice.md)
     the console is not read         output stays with the actors, then with the agents, then workers wait, as at home.
                                     Ends are learned by calls of their own.
 """
@@ -48,7 +49,7 @@ from typing import Any
 
 import holdfast
 from holdfast import escape, loop, signals, stdio
-from holdfast.errors import HostError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.hosts import own_lines
 from holdfast.hosts.agent_fleet import (
     AgentFleet,
@@ -132,6 +133,7 @@ class RayOptions(Options):
 class Ray(Engine[RayOptions]):
     name = "ray"
     options = RayOptions
+    takes_notice = True
 
     def submit(self, job: JobSpec, settings: RayOptions, *, detach: bool) -> int:
         if detach:
@@ -141,6 +143,7 @@ class Ray(Engine[RayOptions]):
             )
         if find_spec("ray") is None:
             raise HostError("the package ray is missing here; install it with: pip install 'holdfast[ray]'")
+        signals.inbox().watch(job.notice_signal, job.passed_signals)
         with _connected(settings.address or os.environ.get("RAY_ADDRESS") or "auto", settings.runtime_env_json):
             outcome = _Run(job, settings).run()
         words = outcome.words or f"holdfast submit: error: {outcome.error}\n"
@@ -281,6 +284,12 @@ class _Run:
         self._wakeup.clear()
         while (number := signals.inbox().take()) is not None:
             yield Signalled(number)
+        if (noticed := signals.inbox().take_notice()) is not None:
+            logger.warning("got %s: the run goes away in %g s", noticed.name, self._job.notice_s)
+            threading.Thread(target=self._give_notice, args=(noticed.name,), daemon=True).start()
+        for number in signals.inbox().take_passed():
+            for actor in self._unread:
+                actor.pass_on.remote(int(number))
         while not self._news.empty():
             if (event := self._news.get()()) is not None:
                 yield event
@@ -319,6 +328,13 @@ class _Run:
                 self._put(lambda: Lost(node_id, "it was cut off"))
             case Say(text, is_warning):
                 logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+
+    def _give_notice(self, reason: str) -> None:
+        """The thread. Nodes that join later are told, too."""
+        try:
+            self._coordinator.ask({"command": "notice", "in_s": self._job.notice_s, "reason": reason, "nodes": None})
+        except HoldfastError as error:
+            logger.warning("cannot give notice to the run: %s", error)
 
     # The nodes.
 

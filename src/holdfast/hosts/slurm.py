@@ -9,6 +9,11 @@ How `submit` learns that the job has ended: the script says so in the job's outp
 then until it knows, too. A job that could not say it (killed, cancelled, out of time) is noticed by the questions that
 are asked every few seconds anyway. A job that Slurm puts back into the queue writes on into the same file. Before it
 starts again, `submit` excludes the nodes that the runs of the job have lost more than once, as the output says.
+
+Slurm starts no task again. So in a job of several nodes the task is a shell, which starts an agent that was killed
+again (`_KEEP_AGENT`). Such an agent must not begin the run anew when the others have ended it. So the shells share a
+file that says that an agent has ended by itself; without a directory for it, no agent is started again. If the run ends
+a moment later, its coordinator still remembers it (`close_linger`).
 """
 
 from __future__ import annotations
@@ -49,8 +54,30 @@ _PIECE_BYTES = 1 << 16
 _TELLING_S = 5.0  # In this time the agents have heard of a notice.
 _GOING_ON = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STAGE_OUT")
 _LAST_LINE = "holdfast: the agents of Slurm job {} have ended with exit code "
-_LOST = re.compile(rb"^holdfast: .*?(([\w.-]+)-\d+-[0-9a-f]{8}) is lost: ", re.MULTILINE)  # The id of a node.
+# The id of a node, and the first part of its host name, which Slurm calls it by as a rule.
+_LOST = re.compile(rb"^holdfast: .*?(([\w-]+?)(?:\.[\w.-]*)?-\d+-[0-9a-f]{8}) is lost: ", re.MULTILINE)
 _MOST_LOSSES = 1  # Of a node that may be used again.
+# The delays are those of lost hosts (`agent_fleet`). Depending on the cluster Slurm signals the shell alone, or every
+# process of the task; so the shell passes signals on. It would start a background command with two of them ignored.
+# A listing is newer than what NFS remembers of a file that was missing.
+_KEEP_AGENT = f"""\
+set +eu
+private=${{{SUCCESS_FILE_VARIABLE}%/*}} stopped= agent=
+for name in HUP INT QUIT TERM; do trap "stopped=$name; kill -$name \\$agent 2> /dev/null" $name; done
+for name in USR1 USR2; do trap "kill -$name \\$agent 2> /dev/null" $name; done
+is_over() {{ [ -n "$stopped" ] || ! listed=$(ls "$private" 2> /dev/null) || [[ $listed = *ended* ]]; }}
+for delay in 5 10 20 ""; do
+    (trap - INT QUIT; exec "$@") &
+    agent=$!
+    [ -z "$stopped" ] || kill -$stopped $agent
+    {{ wait $agent; code=$?; while kill -0 $agent; do wait $agent; code=$?; done; }} 2> /dev/null
+    [ $code = {128 + signal.SIGKILL} ] || {{ [ ! -d "$private" ] || : > "$private/ended"; break; }}
+    [ -n "$delay" ] && ! is_over || break
+    echo "holdfast: the agent on $SLURMD_NODENAME was killed; it is started again in $delay s" >&2
+    for ((; delay > 0; delay--)); do is_over || sleep 1; done
+    ! is_over || break
+done
+exit $code"""
 # What Slurm's commands say when it is not the user's input that is wrong.
 _TROUBLE = re.compile(
     "Unable to contact|Socket timed out|timed out|Connection refused|Unable to connect|Zero Bytes|[Aa]uthentication"
@@ -90,6 +117,7 @@ class SlurmOptions(Options):
 class Slurm(Engine[SlurmOptions]):
     name = "slurm"
     options = SlurmOptions
+    takes_notice = True
     # The user may have a coordinator or an etcd of his own.
     decides = tuple(name for name in Engine.decides if name not in ("rdzv_backend", "rdzv_endpoint"))
 
@@ -185,11 +213,11 @@ def _body(job: JobSpec, settings: SlurmOptions) -> Iterator[str]:
     yield "# SIGTERM goes on to the agents, which stop their workers with grace, and ends only the wait below."
     yield "# scancel runs in the background: while Slurm itself ends the job, it takes long to return."
     yield """trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2> /dev/null &' TERM"""
-    if settings.notice:
-        yield "# SIGUSR1 announces the time limit: the agent on this node tells all others, and they their workers."
-        left_s = max(0.0, settings.notice - _TELLING_S)
-        tell = f'{holdfast} notice "$run_id" --whole-run --in {left_s:g} --reason "time limit"'
-        yield f"""trap {_quoted(f'{tell} || scancel --signal=TERM "$SLURM_JOB_ID" &')} USR1"""
+    yield "# SIGUSR1 says that the run goes away: the agent on this node tells all others, and they their workers."
+    left_s = max(0.0, settings.notice - _TELLING_S) if settings.notice else job.notice_s
+    reason = "time limit" if settings.notice else "SIGUSR1"
+    tell = f'{holdfast} notice "$run_id" --whole-run --in {left_s:g} --reason "{reason}"'
+    yield f"""trap {_quoted(f'{tell} || scancel --signal=TERM "$SLURM_JOB_ID" &')} USR1"""
     srun = ["srun", "--ntasks-per-node=1"]
     if job.min_nodes < job.max_nodes:
         srun.append("--no-kill")
@@ -224,9 +252,13 @@ def _body(job: JobSpec, settings: SlurmOptions) -> Iterator[str]:
         yield "# Lines of workers begin with their node and rank."
         template = prefix_template("$SLURMD_NODENAME").replace("${rank}", "\\${rank}")
         before.append(f'export {PREFIX_VARIABLE}="{template}"')
-    if before:
+    if job.max_nodes > 1:
+        yield "# An agent that is killed is started again, later each time, unless the run has ended or is stopped."
+        before.append(_KEEP_AGENT)
+    elif before:
         before.append('exec "$@"')
-        words = ["bash", "-c", _quoted("\n".join(before) if settings.setup else "; ".join(before)), "agent", *words]
+    if before:
+        words = ["bash", "-c", _quoted("\n".join(before)), "agent", *words]
     yield f"{' '.join([*srun, *map(_quoted, _words('--srun', settings.srun)), *words])} &"
     yield "agents=$!"
     yield 'wait "$agents"; code=$?'
@@ -398,6 +430,8 @@ class _Submission:
                 if self._is_enough(number):
                     return {}
                 ask_at = 0.0
+            if box.take_notice() is not None:
+                self._give_notice()
             if time.monotonic() < ask_at and not self._output.has_said_end:
                 continue
             facts = self._job.facts()
@@ -438,6 +472,13 @@ class _Submission:
     @property
     def _excluded(self) -> str:
         return f"exclude: {', '.join(f'{host} ({count} losses)' for host, count in self._output.losses().items())}"
+
+    def _give_notice(self) -> None:
+        """To the script, whose first agent tells the run."""
+        log.warning("got the signal of a notice, passing it on to Slurm job %s", self._job)
+        done = ask("scancel", "--batch", "--signal=USR1", *self._job.words)
+        if done.returncode:
+            log.warning("cannot give notice: %s", done.stderr.strip().rpartition("\n")[2])
 
     def _is_enough(self, number: signal.Signals) -> bool:
         """The first signal cancels the job, the second ends the wait for its end."""

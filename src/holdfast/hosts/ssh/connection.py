@@ -132,9 +132,10 @@ class Connection:
         else:
             self.send(b"signal %d\n" % number)
 
-    def send_notice(self, number: int) -> None:
+    def pass_signal(self, number: int) -> None:
+        """One that does not end the agent."""
         if self.is_started and not self.writable_fds():
-            self.send(b"notice %d\n" % number)
+            self.send(b"pass %d\n" % number)
 
     def write(self) -> None:
         """As much as ssh takes now. If it has closed its end, its exit says why."""

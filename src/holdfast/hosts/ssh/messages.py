@@ -3,7 +3,7 @@
 hello    one line on stdout: a mark and JSON. The host says it first. The mark is a random text that the command has
          made up for this run, so that noise of the host's shell is not taken for a hello.
 order    one line on stdin: JSON. The bytes of an archive may follow.
-words    later lines on stdin: `signal N`, which stops the agent; `notice N`, a signal that ends nothing; `ask N
+words    later lines on stdin: `signal N`, which stops the agent; `pass N`, a signal that ends nothing; `ask N
          QUESTION`, a question to the control socket of the agent; an empty line is a ping.
 frame    later on stdout: a letter, the length of what follows (4 bytes), and that many bytes. `o` and `e` are whole
          lines of the agent's stdout and stderr, `a` is the number of a question, a space and the answer, `x` is JSON

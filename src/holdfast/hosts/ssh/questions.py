@@ -2,7 +2,8 @@
 
 The agents and the coordinator are on hosts that this machine may reach by ssh alone. So a question travels as it is,
 over the connection to one of the hosts, to the control socket of the agent there, which asks the others if need be.
-`holdfast ps`, `status`, `top`, `logs`, `stacks` and `stop` thus work here as they do on that host.
+`holdfast ps`, `status`, `top`, `logs`, `stacks` and `stop` thus work here as they do on that host. A notice that is
+given here is for the whole run, which ends with this command.
 
 The socket is served in threads, the connections by the loop: `ask` waits in a thread for what `take` gets in the loop.
 """
@@ -27,6 +28,7 @@ from holdfast.telemetry.status import AgentStatus, plain
 _COMMANDS = ("query", "stop", "logs", "stacks", "config", "events")
 _STATUS_S = 0.8  # Commands look for runs, and wait for a second.
 _ANSWER_S = 30.0
+_REPEAT_S = 0.5
 
 
 class Questions:
@@ -45,7 +47,8 @@ class Questions:
     def served(self, outcome: Callable[[], Outcome | None]) -> Iterator[None]:
         """`attach` gives the file that has the output of a command without a terminal."""
         passed_on = dict.fromkeys(_COMMANDS, self._passed_on)
-        commands = {"status": self._status, "attach": lambda _: self._output, **passed_on}
+        own = {"status": self._status, "notice": self._notice, "attach": lambda _: self._output}
+        commands = {**own, **passed_on}
         with control.served(self._own.run_id, commands, slow=[*commands]) as served:
             yield
             if served is not None:
@@ -63,6 +66,17 @@ class Questions:
 
     def _passed_on(self, request: Mapping[str, Any]) -> Any:
         return self._result(request, _ANSWER_S)
+
+    def _notice(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._result({**request, "whole_run": True}, _ANSWER_S), "is_whole_run": True}
+
+    def give_notice(self, reason: str, is_over: threading.Event) -> None:
+        """For the time that the agents have by default. An agent that was started just now does not answer yet."""
+        while not is_over.is_set():
+            with contextlib.suppress(HostError):
+                self._notice({"command": "notice", "reason": reason})
+                return
+            is_over.wait(_REPEAT_S)
 
     def _result(self, request: Mapping[str, Any], timeout_s: float) -> Any:
         with self._answered:

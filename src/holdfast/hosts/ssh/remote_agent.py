@@ -123,7 +123,7 @@ class _Remote:
             if kind == b"signal":
                 self._was_told_to_end = True
                 self._agent.pass_on(int(rest))
-            elif kind == b"notice":
+            elif kind == b"pass" and self._agent.is_started:
                 self._agent.pass_on(int(rest))
             elif kind == b"ask":
                 number, _, question = rest.partition(b" ")

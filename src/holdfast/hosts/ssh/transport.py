@@ -192,11 +192,14 @@ class _HostsRun:
         events: list[agent_fleet.Event] = []
         while (number := self._inbox.take()) is not None:
             events.append(agent_fleet.Signalled(number))
-        noticed = self._inbox.take_notice()
-        for number in [*([noticed] if noticed is not None else []), *self._inbox.take_passed()]:
+        if (noticed := self._inbox.take_notice()) is not None:
+            logger.warning("got %s: the run goes away in %g s", noticed.name, self._job.job.notice_s)
+            what = (noticed.name, self._is_over)
+            threading.Thread(target=self._questions.give_notice, args=what, name="holdfast-notice", daemon=True).start()
+        for number in self._inbox.take_passed():
             logger.warning("got %s, passing it on to all hosts", number.name)
             for connection in self._connections.values():
-                connection.send_notice(number)
+                connection.pass_signal(number)
         while not self._seen.empty():
             events.append(self._see(self._seen.get()))
         self._questions.send(self._connections)

@@ -33,6 +33,7 @@ from holdfast.errors import HostError
 from holdfast.failures.report import ranks_text
 from holdfast.log import Logger
 from holdfast.process.devices import listed, names
+from holdfast.text import plural
 
 log = Logger(__name__)
 
@@ -118,7 +119,7 @@ def _own_cores(
     nodes = _nodes_with_cpus(base, usable) if _node_numbers(base) else {0: usable}
     free = {node: _cores(_cpu_path(root), cpus) for node, cpus in nodes.items()}
     if (total := sum(map(len, free.values()))) < cores_each * workers:
-        wanted = f"{cores_each * workers} cores for {workers} workers"
+        wanted = f"{cores_each * workers} cores for {plural(workers, 'worker')}"
         raise HostError(f"--cpus-per-worker {cores_each} needs {wanted}, and this process may use {total}")
     devices = _visible(_device_nodes(root), os.environ if environ is None else environ)
     homes = devices if len(devices) >= workers else _spread(nodes, workers)
@@ -238,7 +239,7 @@ def _chosen(
         case AffinityMode.EXCLUSIVE:
             cores = groups(lambda cpu: f"{cpu}/topology/thread_siblings_list")
             if len(cores) < sharers:
-                number = f"{len(cores)} usable cores for {sharers} workers"
+                number = f"{len(cores)} usable cores for {plural(sharers, 'worker')}"
                 raise HostError(f"NUMA node {node} has {number}; exclusive needs one each")
             size, left_over = divmod(len(cores), sharers)
             start = place * size + min(place, left_over)
