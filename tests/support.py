@@ -119,16 +119,18 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        began, delayed_s = time.monotonic(), self._delayed_s()
+        began, before = time.monotonic(), self._delays_ns()
         yield
-        self.longest_s = max(self.longest_s, time.monotonic() - began - max(0.0, self._delayed_s() - delayed_s))
+        took_s, after = time.monotonic() - began, self._delays_ns()
+        delayed_ns = sum(delay - before.get(thread, 0) for thread, delay in after.items())
+        self.longest_s = max(self.longest_s, took_s - delayed_ns / 1e9)
 
-    def _delayed_s(self) -> float:
-        total_ns = 0
+    def _delays_ns(self) -> dict[Path, int]:
+        found = {}
         for path in (path for pid in self._pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")):
             with contextlib.suppress(OSError):  # A thread that has ended.
-                total_ns += int(path.read_text().split()[1])
-        return total_ns / 1e9
+                found[path] = int(path.read_text().split()[1])
+        return found
 
 
 def is_test_all() -> bool:

@@ -49,7 +49,7 @@ def another_user(source: str, *args: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def theirs() -> Iterator[str]:
-    """A directory of the other user with a short name: a socket's path has at most 107 bytes."""
+    """A directory of the other user with a short name: a socket's path has at most 107 bytes. Its run is called so."""
     with tempfile.TemporaryDirectory(prefix="hf-", dir="/tmp") as name:
         os.chown(name, NOBODY, NOBODY)
         os.chmod(name, 0o755)
@@ -75,7 +75,7 @@ def serve(number, answer):
             client.close()
     threading.Thread(target=loop, daemon=True).start()
 def status(**fields):
-    usual = {"pid": os.getpid(), "run_id": "theirs", "round": 1, "node": 0, "nodes": 1, "workers": []}
+    usual = {"pid": os.getpid(), "run_id": sys.argv[1], "round": 1, "node": 0, "nodes": 1, "workers": []}
     return json.dumps({"result": {**usual, **fields}}).encode() + b"\\n"
 """
 
@@ -131,7 +131,7 @@ def test_logs_of_another_users_run_are_that_users_files(
     worker = {"global_rank": 0, "local_rank": 0, "pid": 1, "state": "running", "stdout": str(log)}
     serve = f"serve(1, lambda client: client.sendall(status(workers=[{worker!r}])))"
     with another_user(f"{SERVE}\n{serve}", theirs):
-        ended = holdfast.run("theirs", "--all-users", "--rank", "0", command=(COMMAND, "logs"))
+        ended = holdfast.run(theirs, "--all-users", "--rank", "0", command=(COMMAND, "logs"))
     assert ("what it says" in ended.out) is (whose == "theirs"), ended.err
     assert ("does not belong to user 65534" in ended.err) is (whose == "root"), ended.err
 
@@ -155,7 +155,7 @@ def test_a_bundle_reads_only_that_users_token_file(holdfast: Holdfast, theirs: s
     told = {"host": guess, "directory": theirs, "rendezvous": {"token_file": "token"}}
     bundle = tmp_path / "bundle.tar.gz"
     with another_user(f"{SERVE}\nserve(1, lambda client: client.sendall(status(**{told!r})))", theirs):
-        ended = holdfast.run("theirs", "--all-users", "-o", str(bundle), command=(COMMAND, "bundle"))
+        ended = holdfast.run(theirs, "--all-users", "-o", str(bundle), command=(COMMAND, "bundle"))
     assert ended.code == 0, ended.err
     with tarfile.open(bundle) as archive:
         status = archive.extractfile("holdfast-bundle/status.json")
@@ -200,9 +200,9 @@ def test_the_guard_of_a_coordinator_is_held_by_another_user(holdfast: Holdfast) 
     """The run works all the same, or says what is in its way."""
     port = support.free_port()
     source = f"held = socket.socket(socket.AF_UNIX)\nheld.bind('\\0holdfast-coordinator-127.0.0.1-{port}')"
-    place = ("--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "join_timeout=6")
+    place = ("--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "join_timeout=60")
     with another_user(source):
-        ended = holdfast.run("--nnodes", "1", *place, holdfast.script("pass"))
+        ended = holdfast.run("--nnodes", "1", *place, holdfast.script("pass"), deadline_s=120)
     assert ended.code == 0 or f"holdfast-coordinator-127.0.0.1-{port}" in ended.err, str(ended)
 
 

@@ -244,9 +244,9 @@ def test_the_whole_run_through_its_coordinator(
     assert told(holdfast, "job7", endpoint, HOLDFAST_TOKEN=TOKEN).code == 2, "which nodes?"
     unknown = told(holdfast, "job7", "--node=nobody", endpoint, HOLDFAST_TOKEN=TOKEN)
     assert (unknown.code, "no node of this run is called 'nobody'" in unknown.err) == (1, True)
-    given = told(holdfast, "job7", "--whole-run", "--in=1m", "--reason=all", endpoint, HOLDFAST_TOKEN=TOKEN)
+    given = told(holdfast, "job7", "--whole-run", "--in=1m", "--reason=all\udcff", endpoint, HOLDFAST_TOKEN=TOKEN)
     assert given.out == "run job7, with 2 nodes, goes away in 1 min\n"
-    assert {line.partition(" ")[2] for line in mailbox.take(2)} == {"hears True True all"}
+    assert {line.partition(" ")[2] for line in mailbox.take(2)} == {r"hears True True all\udcff"}, "no UTF-8"
     assert [each.code for each in ends_of(*both)] == [95, 95]
 
 

@@ -416,8 +416,9 @@ print([agent for agent in ask.find()[0] if agent.status.run_id == "job7"])
 @as_root
 def test_root_sees_the_agents_of_others_if_it_asks_and_believes_what_they_say_of_themselves() -> None:
     source = """
+run_id = os.environ["XDG_RUNTIME_DIR"]
 for pid in (os.getpid(), 1):
-    control.ControlSocket("theirs", {"status": lambda request, pid=pid: {"pid": pid, "run_id": "theirs"}})
+    control.ControlSocket("theirs", {"status": lambda request, pid=pid: {"pid": pid, "run_id": run_id}})
 print("there", flush=True)
 sys.stdin.read()
 """
@@ -428,8 +429,8 @@ sys.stdin.read()
         assert process.stdout.readline() == "there\n"
         found, of_all = ask.find()[0], ask.find(of_all_users=True)[0]
         process.communicate()
-    assert "theirs" not in [agent.status.run_id for agent in found]
-    assert [(each.pid, each.uid) for each in of_all if each.status.run_id == "theirs"] == [(process.pid, NOBODY)]
+    assert theirs not in [agent.status.run_id for agent in found]
+    assert [(each.pid, each.uid) for each in of_all if each.status.run_id == theirs] == [(process.pid, NOBODY)]
 
 
 # Agents that are gone, or stopped.

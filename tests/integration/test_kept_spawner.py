@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -86,6 +88,39 @@ def test_nothing_of_the_earlier_run_is_left(tmp_path: Path) -> None:
     assert support.survivors([first.pid]) == []
 
 
+@proves("workers.preload-keep-next-run")
+def test_nothing_of_the_earlier_run_is_held_while_modules_are_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `holdfast run ... | tee log` would not end before what is kept."""
+    monkeypatch.chdir(tmp_path)
+    read_fd, write_fd = os.pipe()
+    own = os.dup(1)
+    os.dup2(write_fd, 1)
+    os.close(write_fd)
+    try:
+        link = SpawnerLink.launch()
+        spec = GroupSpec("t", sys.executable, DefaultLogsSpecs("/dev/null"), preload=MODULES)
+        wanted = command.template_for(spec, ("-c", "pass"))
+        assert wanted is not None
+        link.preload(wanted, command.bytecode())
+        while link.is_preloading:
+            link.wait(support.DEADLINE_S)
+            link.reports()
+        before = procfs.children_of(link.pid)
+        link.learn(["fractions"], is_slow=True)
+        assert link.keep(60, MODULES) == ""
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+    support.wait_until(lambda: bool(select.select([read_fd], [], [], 0)[0]), "no process holds the pipe")
+    assert os.read(read_fd, 1) == b""
+    os.close(read_fd)
+    after = support.wait_until(lambda: {*procfs.children_of(link.pid)} - {*before}, "there is another template")
+    support.wait_until(lambda: procfs.children_of(link.pid) == [*after], "it has learned")
+    assert [psutil.Process(each).cwd() for each in after] == ["/"]
+
+
 def links(pid: int) -> list[str]:
     """What the descriptors of a process are, but for those that it closes meanwhile."""
     found = []
@@ -100,7 +135,7 @@ def test_no_snapshot_of_the_earlier_run_is_left(tmp_path: Path) -> None:
     first = SpawnerLink.launch()
     first.begin_snapshots(1 << 20, 0, 1, 1, [0], None, "")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        first.order_of_snapshots("peers", b"k" * 32, 0, "", None, fds=(os.dup(listener.fileno()),))
+        first.order_of_snapshots("peers", b"k" * 32, 0, "", None, "", fds=(os.dup(listener.fileno()),))
         address = listener.getsockname()
     run(first, tmp_path, "FIRST", source=SNAPSHOT)
     with socket.create_connection(address):  # It has the transfer process started.
@@ -143,6 +178,17 @@ def test_it_ends_when_memory_is_short(share: float, monkeypatch: pytest.MonkeyPa
         assert [each.stop() for each in kept.everyone()] == [f"decimal (process {pid}) ends"]
         assert support.survivors([pid]) == []
     os.waitpid(pid, 0)
+
+
+@proves("workers.preload-keep-ends")
+def test_a_change_of_any_file_that_a_spawner_loads_ends_it() -> None:
+    code = (
+        "import sys; from holdfast.process.spawner import kept, server, snapshots, store, transfers, warm; "
+        "from holdfast.process import torch_store_server; from holdfast.snapshots import slots, transfer; "
+        "print(*(each.__file__ for name, each in sys.modules.items() if name.startswith('holdfast')))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {*loaded} <= {path for path, _, _ in kept.installation()}
 
 
 def test_groups_of_memory() -> None:

@@ -72,8 +72,10 @@ class Launch:
         os.kill(self.pid, number)
 
     def outcome(self, deadline_s: float = support.DEADLINE_S) -> dict[str, Any]:
-        self.process.wait(deadline_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(deadline_s)
         out, err = ((self.directory / name).read_text() for name in ("out", "err"))
+        assert self.process.poll() is not None, f"it has not ended after {deadline_s:g} s\n{err}"
         assert out, err
         return {**json.loads(out.splitlines()[-1]), "stderr": err}
 

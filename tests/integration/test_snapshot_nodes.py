@@ -295,6 +295,7 @@ def test_ranks_that_change_their_nodes_are_fetched(run: Training) -> None:
     assert {code for name, code in run.ended().items() if name.endswith("-2")} == {0}
     assert run.loaded(label="y") == {0: 20, 1: 20}
     run.check_results(2, label="y")
+    assert all((run.disk / name / "step-20" / "complete").exists() for name in "ab")  # So older steps can go.
 
 
 @pytest.mark.parametrize("end", ["signal", "failure", "stop"])

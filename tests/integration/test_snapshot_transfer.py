@@ -204,6 +204,19 @@ def test_a_peer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -
         node.await_said("dropped")
 
 
+@promise("snapshots.exports-stay: An export removes no step that is in its directory; only --snapshot-dir keeps two.")
+def test_only_in_its_own_directory_older_steps_are_removed(tmp_path: Path) -> None:
+    slot = (2).to_bytes(8, "little") + b"{}"
+    with nodes({"directory": str(tmp_path / "own")}) as (node,):
+        for number, name in enumerate(["own", "export"] * 3):
+            (tmp_path / name).mkdir(exist_ok=True)
+            snapshot = (0, 3, number, 1, False)
+            node.order("write", number, snapshot, 0, len(slot), str(tmp_path / name), False, fds=(memory_file(slot),))
+            node.await_said("done", number)
+    assert {each.name for each in (tmp_path / "own").iterdir()} == {"step-2", "step-4"}
+    assert {each.name for each in (tmp_path / "export").iterdir()} == {"step-1", "step-3", "step-5"}
+
+
 def test_the_bandwidth_has_a_limit() -> None:
     with nodes({"bandwidth": 1 << 20}, {}) as (one, other):
         began = time.monotonic()

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.snapshots.slots import Action, Ledger, Snapshot, ranges_of
+from holdfast.snapshots.slots import COPY, FETCHED, Action, Ledger, Snapshot, ranges_of
 from tests.promises import promise
 
 LIMIT = 40 << 10
@@ -87,9 +87,9 @@ class Slots(RuleBasedStateMachine):
     def load(self, rank: int, wanted: int) -> None:
         self.do(self.ledger.load(rank, 1, wanted, True))
 
-    @rule(rank=RANKS, size=SIZES)
-    def receive(self, rank: int, size: int) -> None:
-        slot, actions = self.ledger.receive(rank, size, "copy")
+    @rule(rank=RANKS, size=SIZES, pin=st.sampled_from([COPY, FETCHED]))
+    def receive(self, rank: int, size: int, pin: str) -> None:
+        slot, actions = self.ledger.receive(rank, size, pin)
         self.do(actions)
         if not isinstance(slot, str):
             self.receiving.append(slot.number)
@@ -112,9 +112,8 @@ class Slots(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 12))
     def keep(self, step: int) -> None:
-        for _, snapshot in self.do(self.ledger.keep_from(step)):
-            assert snapshot == self.common
-            assert snapshot[2] >= step
+        for kind, snapshot in self.do(self.ledger.keep_from(step)):
+            assert kind == "warn" or (snapshot == self.common and snapshot[2] >= step)
 
     @invariant()
     def memory_is_counted(self) -> None:
@@ -166,6 +165,24 @@ def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
     assert ledger.held()[0] == ((1, 1, 6, 2, False), [(0, 2)])
 
 
+@promise(
+    "snapshots.keeping-spares-saves: A step is kept for copies or files only if memory is left for further saves; "
+    "otherwise a line says so, and the workers go on saving."
+)
+def test_what_is_kept_leaves_room_for_saves() -> None:
+    def save(ledger: Ledger, step: int) -> list[Action]:
+        return ledger.commit(0, 2, ledger.want(0, 1, 100)[-1][3], step, 100)
+
+    for slots, kept in ((2, []), (3, [1])):
+        ledger = Ledger(slots << 12)
+        ledger.begin(1, 1, 1, [0], None)
+        ledger.keep_from(1)
+        actions = [each for step in range(1, 9) for each in save(ledger, step) if each[0] in ("kept", "warn")]
+        assert [each[1][2] for each in actions if each[0] == "kept"] == kept
+        said = "no step is copied or written meanwhile: that needs 12.0 KiB of memory, and --snapshot-memory is 8.0 KiB"
+        assert [each[1] for each in actions if each[0] == "warn"] == [said][: not kept]
+
+
 def test_a_save_that_came_to_nothing_leaves_no_second_slot() -> None:
     ledger = Ledger(1 << 20)
     ledger.begin(1, 1, 2, [0, 1], None)
@@ -184,6 +201,27 @@ def test_parts_of_other_ranks_go_when_this_round_has_a_common_snapshot() -> None
     ledger.commit(1, 2, slot, 5, 100, True)
     ledger.begin(1, 2, 1, [0], None)
     assert ("drop", slot) in ledger.commit(0, 4, ledger.want(0, 3, 100)[-1][3], 6, 100)
+    ledger.check()
+
+
+@promise(
+    "snapshots.load-fits: A node whose memory for snapshots is full still gets the step that a round is to load: it "
+    "takes the place of steps that were left."
+)
+def test_what_a_round_loads_takes_the_place_of_steps_that_were_left() -> None:
+    ledger, chosen = Ledger(2 << 12), (0, 0, 3, 1, False)
+    ledger.begin(1, 1, 1, [0], None)
+    for step in (4, 5):
+        ledger.commit(0, 2, ledger.want(0, 1, 100)[-1][3], step, 100)
+    ledger.begin(1, 2, 1, [0], chosen, fetching=[0])
+    assert "do not fit" in str(ledger.receive(0, 100, COPY)[0])
+    made, actions = ledger.receive(0, 100)
+    assert [each[0] for each in actions] == ["drop", "make"]
+    assert not isinstance(made, str)
+    ledger.arrived(made.number, chosen, 100)
+    assert ledger.load(0, 1, 0)[0][0] == "found"
+    assert ledger.want(0, 2, 100)[-1][0] == "give"
+    assert "do not fit" in str(ledger.receive(0, 100)[0])  # One slot is given, and the other has what the round loads.
     ledger.check()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from holdfast import adopt
 from holdfast.process import adoption
+from holdfast.process.spawner import kept
 from tests.promises import proves
 
 
@@ -28,6 +30,14 @@ def test_workers_get_the_environment_from_before(before: dict[str, str]) -> None
         environment = {name.encode(): value.encode() for name, value in after.items()}
         found = adoption.without_adoption(environment)
         assert {name.decode(): value.decode() for name, value in found.items()} == before
+
+
+def test_what_was_kept_for_one_adopted_command_is_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kept.digest()
+    for directory in ("/one", "/two"):
+        for name, value in adopt.adopted_environment(Path(directory), os.environ).items():
+            monkeypatch.setenv(name, value)
+        assert kept.digest() == before
 
 
 def test_what_holdfast_opts_are_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,7 +315,6 @@ BAD_INPUT = [
         re.compile("--cpus-per-worker and --numa-binding exclude each other: .*"),
     ),
     ("--check=memry", "--check memry: there is neither a built-in check nor a command 'memry'"),
-    ("--check=gpu", re.compile("--check gpu: it asks the driver through nvidia-ml-py, which is not installed .*")),
     ("--check=memory --check-timeout=0", "--check-timeout 0: no check could pass"),
     ("--event-log-handler=nowhere", about("--event-log-handler", "'nowhere'")),
     ("--standalone --nnodes=2", "--standalone is for this machine alone, but --nnodes 2 asks for more"),

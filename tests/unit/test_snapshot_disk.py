@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,12 +25,13 @@ def slot_of(data: bytes) -> bytes:
 
 
 def write(
-    directory: Path, step: int, rank: int, size: int = 2, data: bytes = b"state", replicated: bool = False
-) -> str:
+    directory: Path, step: int, rank: int, size: int = 2, data: bytes = b"state", replicated: bool = False,
+    round: int = 2, run_id: str = "job7",
+) -> str:  # fmt: skip
     slot = slot_of(data)
     fd = memory_file(slot + b"beyond the end")
     try:
-        return disk.write(str(directory), Part((1, 2, step, size, replicated), rank, len(slot)), fd)
+        return disk.write(str(directory), Part((1, round, step, size, replicated), rank, len(slot)), fd, run_id)
     finally:
         os.close(fd)
 
@@ -83,6 +85,22 @@ def test_what_is_not_a_whole_file_of_ours_is_ignored(tmp_path: Path) -> None:
     assert sorted(int(line.split("step-")[1].split("/")[0].split()[0]) for line in lines) == list(range(2, 12))
     assert next(line for line in lines if "step-7" in line).endswith("it is a symbolic link")
     assert all("\n" not in line for line in lines)
+
+
+@pytest.mark.parametrize("other", [{"run_id": "job8"}, {"round": 3}])
+@promise(
+    "snapshots.disk-no-mixing: Parts of one step that two runs, or two rounds, have written to one directory are never "
+    "loaded together: the older ones are ignored, with a line."
+)
+def test_parts_of_two_runs_or_rounds_are_not_mixed(tmp_path: Path, other: dict[str, Any]) -> None:
+    for step in (1, 2):
+        for rank in (0, 1):
+            os.utime(write(tmp_path, step, rank), (1000, 1000))
+    write(tmp_path, 2, 1, **other)
+    found, lines = listed(tmp_path)
+    assert found == [(1, 0), (1, 1), (2, 1)]
+    ignored = "is ignored: another run, or a later round, has written newer files of this step"
+    assert lines == [f"{tmp_path}/step-2/rank-0-of-2.safetensors {ignored}"]
 
 
 def test_the_newest_two_complete_steps_stay(tmp_path: Path) -> None:
@@ -162,7 +180,7 @@ def test_a_slot_that_is_no_safetensors_is_an_error(tmp_path: Path) -> None:
     for junk in (b"", b"\xff" * 40, (20).to_bytes(8, "little") + b'{"w": [1], "v": {}} ', slot_of(b"abc")[:-1]):
         fd = memory_file(junk)
         with pytest.raises(ValueError):
-            disk.write(str(tmp_path), Part((1, 2, 3, 1, False), 0, len(junk)), fd)
+            disk.write(str(tmp_path), Part((1, 2, 3, 1, False), 0, len(junk)), fd, "job7")
         os.close(fd)
     assert listed(tmp_path) == ([], [])
 

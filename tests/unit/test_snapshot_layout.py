@@ -9,6 +9,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -38,9 +39,8 @@ def tree_of(memory: bytearray, is_copied: bool = True) -> Any:
     return layout.parse(view).build(lambda stored: arrays.leaf_of(stored, view, is_copied))
 
 
-KEYS = (
-    st.none() | st.booleans() | st.integers() | st.text() | st.binary(max_size=9) | st.tuples(st.integers(), st.text())
-)
+TEXTS = st.text() | st.text(st.sampled_from("a\ud83d\ude00\udcff"))
+KEYS = st.none() | st.booleans() | st.integers() | TEXTS | st.binary(max_size=9) | st.tuples(st.integers(), TEXTS)
 LEAVES = KEYS | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False) | st.binary(max_size=3000)
 TREES = st.recursive(
     LEAVES, lambda more: st.lists(more) | st.lists(more).map(tuple) | st.dictionaries(KEYS, more), max_leaves=20
@@ -67,6 +67,10 @@ NUMPY = [
     np.array([True, False]),
     np.float32(2.5),
     np.uint16(7),
+    np.array([1, 2], ml_dtypes.bfloat16),
+    np.array([1, 2], ml_dtypes.float8_e4m3fnuz),
+    np.array([[1], [2]], ml_dtypes.int4),
+    np.array([b"ab"], "V2"),
 ]
 
 
@@ -152,19 +156,29 @@ def test_a_slot_opens_with_the_library(tmp_path: Path) -> None:
 
 
 def test_arrays_are_aligned() -> None:
-    tree = {
+    tree: dict[str, Any] = {
         "a": np.zeros(3, np.uint8),
         "b": np.zeros(5, np.float64),
         "c": np.zeros(3, np.int16),
         "d": np.zeros(1, "f4"),
+        "e": np.zeros(3, np.complex64),
+        "f": np.zeros((0, 2), np.complex128),
+        "g": np.zeros(3, "U5"),
     }
     arranged = layout.arrange(tree, arrays.array_of)
     assert len(arranged.header) % 64 == 0
-    assert [offset % layout.SIZES[each.dtype] for offset, each in arranged.arrays] == [0] * 4
+    found = tree_of(slot_of(tree), is_copied=False)
+    places = {name: found[name].__array_interface__["data"][0] for name in "abcdeg"}
+    assert [(places[name] - places["b"]) % tree[name].dtype.alignment for name in places] == [0] * 6
 
 
 class Odd:
     pass
+
+
+class Elsewhere:
+    def __array__(self, *args: Any, **more: Any) -> Any:
+        raise RuntimeError("spans devices of other processes")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +188,7 @@ class Odd:
         ({"model": {Odd(): 1}}, "model: a key that is a Odd cannot be kept"),
         ({"a": np.array([Odd()])}, "a: an array of object cannot be kept"),
         (lambda: {"a": torch.ones(2).to_sparse()}, "a: a tensor that is sparse"),
+        ({"a": [Elsewhere()]}, "a.0: spans devices of other processes"),
         ({"a": {1, 2}}, "a: a builtins.set cannot be kept"),
         (lambda: {"a": torch.finfo(torch.float32)}, "a: a torch.finfo cannot be kept"),
     ],
@@ -233,7 +248,7 @@ JUNK = {
 
 TREES_OF_JUNK = [
     "", "[", '["a"]', '["a","b","numpy"]', '["a","a","numpy",7,[2]]', '["a","a","numpy","O",[2]]', '["q"]',
-    '["i","zz"]',
+    '["i","zz"]', '["s","ff"]',
     '["a","a","numpy","<U9999999999",[1]]', '["a","a","torch","nn",[2]]', '["a","a","torch","float64",[2]]', '["d",1]',
     '["d",["l"],1]', '["b",7]', '["c",1,2]', '["f","x"]', '["a",["l"],"numpy"]', '["a","a","numpy","<f8",[-1]]', "[]",
     '["l",' * 5000,

@@ -78,6 +78,14 @@ def test_another_wait_takes_the_place_of_the_first() -> None:
     assert store.take(other, barrier("/b", 2)) == ([other, waiting], "")
 
 
+def test_a_number_that_is_too_long_for_a_counter_reaches_no_barrier() -> None:
+    store = TorchStore()
+    waiting, other = client_of(store), client_of(store, "b")
+    assert said(store, waiting, barrier("/b", 2)) == b""
+    assert store.take(other, set_("/b", b"9" * 5000)) == ([], "")
+    assert "no number" in store.take(other, add("/b", 1))[1]
+
+
 def test_barriers_of_different_sizes_with_one_key() -> None:
     """Each ends with its own number, whoever has gone in between and whatever else was written there."""
     store = TorchStore()

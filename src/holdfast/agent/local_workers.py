@@ -77,10 +77,10 @@ class LocalWorkers(Workers):
         self, spec: GroupSpec, group: WorkerGroup, grace_s: float, stuck_timeout_s: float, record: Callable[..., None]
     ) -> None:
         self._spec, self._group, self._grace_s, self._record = spec, group, grace_s, record
-        self._stuck_timeout_s = stuck_timeout_s
-        self._stuck_since: dict[int, float] = {}
+        self._stuck_timeout_s, self._stuck_since = stuck_timeout_s, dict[int, float]()
         self.copied = {"stdout": Copied(), "stderr": Copied()}
-        self.snapshots: NodeSnapshots = NodeSnapshots(spec.snapshot_memory, spec.snapshot_dir, spec.snapshot_bandwidth)
+        known = (spec.snapshot_memory, spec.snapshot_dir, spec.snapshot_bandwidth, group.spec.run_id)
+        self.snapshots: NodeSnapshots = NodeSnapshots(*known)
         self._tell_gone: Callable[[], None] = lambda: None
         self.timer_server: FileTimerServer | None = None
         self._run: Coordination | None = None

@@ -70,8 +70,9 @@ class Listing:
 class SnapshotTransfers:
     """Of one agent. `directory` is that of --snapshot-dir, or empty; `bandwidth` a limit in bytes a second, or 0."""
 
-    def __init__(self, directory: str, bandwidth: int) -> None:
+    def __init__(self, directory: str, bandwidth: int, run_id: str) -> None:
         self._directory, self._bandwidth = os.path.abspath(directory) if directory else "", bandwidth
+        self._run_id = run_id
         self._numbers = itertools.count(1)
         self._link: SpawnerLink | None = None
         self._run: Coordination | None = None
@@ -170,7 +171,7 @@ class SnapshotTransfers:
             return
         found = run.snapshot_listener()
         fds, key = ((found[0],), found[1]) if found is not None else ((), b"")
-        link.order_of_snapshots("peers", key, self._bandwidth, self._directory, run.tls_files, fds=fds)
+        link.order_of_snapshots("peers", key, self._bandwidth, self._directory, run.tls_files, self._run_id, fds=fds)
         link.has_peers, link.hear_of_snapshots = True, self.hear
 
     def order_parts(self) -> None:
@@ -185,6 +186,8 @@ class SnapshotTransfers:
             for kind, argument in (("fetch", fetched), ("read", read)):
                 if argument:
                     self._order(kind, snapshot, argument, self._say_what_came)
+            if not any(snapshot[:2]):  # All nodes have it, though a directory of their own may not show that.
+                self._link.order_of_snapshots("complete", snapshot[2], self._retained())
 
     def _files_of(self, chosen: Chosen | None) -> set[int]:
         files = self._on_disk.get(plain(chosen), []) if chosen is not None and chosen.snapshot is not None else []

@@ -31,8 +31,8 @@ class NodeSnapshots:
     """Of one agent. `limit_bytes` is for all slots together; None: a share of this node's memory. `directory` is where
     snapshots are written, if they are; `bandwidth` how many bytes a second are sent to other nodes, 0: no limit."""
 
-    def __init__(self, limit_bytes: int | None, directory: str = "", bandwidth: int = 0) -> None:
-        self._limit_bytes, self._directory, self._bandwidth = limit_bytes, directory, bandwidth
+    def __init__(self, limit_bytes: int | None, directory: str = "", bandwidth: int = 0, run_id: str = "") -> None:
+        self._limit_bytes, self._directory, self._bandwidth, self._run_id = limit_bytes, directory, bandwidth, run_id
         self._link: SpawnerLink | None = None
         self._run: Coordination | None = None
         self._made: SnapshotTransfers | None = None
@@ -84,7 +84,7 @@ class NodeSnapshots:
         if self._made is None:
             from holdfast.agent.snapshot_transfers import SnapshotTransfers
 
-            self._made = SnapshotTransfers(self._directory, self._bandwidth)
+            self._made = SnapshotTransfers(self._directory, self._bandwidth, self._run_id)
         return self._made
 
     def begin_listing(self) -> Listing | None:

@@ -85,14 +85,17 @@ def last_snapshot(agents: Iterable[AgentStatus]) -> SnapshotStatus | None:
     known = [each for each in told if each is not None and each.step is not None]
     if not known or len(known) < len(told):
         return None
-    return changed(min(known, key=lambda each: each.step or 0), used_bytes=sum(each.used_bytes for each in known))
+    lost = max((each.steps_lost for each in known if each.steps_lost is not None), default=None)
+    newest = min(known, key=lambda each: each.step or 0)
+    return changed(newest, used_bytes=sum(each.used_bytes for each in known), steps_lost=lost)
 
 
 def snapshot_line(agents: Iterable[AgentStatus]) -> str:
     last = last_snapshot(agents)
     if last is None:
         return ""
-    return f"snapshot of step {last.step}, saved {age_text(last.age_s)} ago ({size_text(last.used_bytes)} in memory)"
+    line = f"snapshot of step {last.step}, saved {age_text(last.age_s)} ago ({size_text(last.used_bytes)} in memory)"
+    return line if last.steps_lost is None else f"{line}; {plural(last.steps_lost, 'step')} computed again so far"
 
 
 def notice_line(view: RunView) -> str:

@@ -346,8 +346,8 @@ class TorchStore:
         if key in self._waiting:
             for waiting in [*self._waiting[key]]:
                 self._arrived(key, waiting)
-        if key in self._barriers and value.isdigit() and int(value) >= self._barriers[key][0]:
-            self._reached(key, int(value))
+        if key in self._barriers and len(value) < 20 and value.isdigit() and int(value) >= self._barriers[key][0]:
+            self._reached(key, int(value))  # No counter is longer, and `int` refuses thousands of digits.
 
     def _grow(self, size: int) -> None:
         if self._size + size > MAX_STORE_BYTES:

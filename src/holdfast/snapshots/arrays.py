@@ -71,7 +71,8 @@ def _of_numpy(numpy: Any, leaf: Any) -> Array:
     kind = "numpy-scalar" if isinstance(leaf, numpy.generic) else "numpy"
     dtype = _DTYPES.get(array.dtype.name) if array.dtype.isnative else None
     data = memoryview(array.reshape(-1).view("u1"))
-    return _known(kind, dtype, array.shape, array.nbytes, data, array.dtype.str)
+    is_of_others = array.dtype.isbuiltin == 2  # Such as the small numbers of ml_dtypes, whose `str` says little.
+    return _known(kind, dtype, array.shape, array.nbytes, data, array.dtype.name if is_of_others else array.dtype.str)
 
 
 def _of_interface(leaf: Any) -> Array:
@@ -156,8 +157,8 @@ def _to_numpy(array: Array, source: memoryview, is_copied: bool) -> Any:
     numpy: Any = __import__("numpy")
     try:
         name = array.own_dtype or _NAMES[array.dtype]
-        if not hasattr(numpy, name) and not array.own_dtype:
-            __import__("ml_dtypes")  # It makes the names of the small floats known.
+        if name.isidentifier() and not hasattr(numpy, name):
+            __import__("ml_dtypes")  # It makes the names of the small numbers known.
         dtype = numpy.dtype(name)
         if dtype.hasobject:
             raise TypeError("objects")

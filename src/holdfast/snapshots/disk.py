@@ -2,9 +2,11 @@
 
 A file is written under a temporary name, flushed, and renamed, so a file that has its name is whole. Its header says
 which rank of which snapshot it is (`__metadata__`); a file that is not what its name says is ignored, and so is every
-file that is cut short, foreign, unreadable or a symbolic link. A snapshot is complete if the file of each rank is
-there, if it is replicated and one file is there, or if the run has said so (a file `complete`, for directories that the
-nodes do not share). The newest two complete steps are kept.
+file that is cut short, foreign, unreadable or a symbolic link. It also says which run and round have saved it: if two
+runs write to one directory, or a step is saved again in a later round, parts of the two are never mixed.
+
+A snapshot is complete if the file of each rank is there, if it is replicated and one file is there, or if the run has
+said so (a file `complete`, for directories that the nodes do not share). The newest two complete steps are kept.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ _STEP_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW
 
 @frozen
 class Found:
-    """One file. `written_at` is by the clock of the file system."""
+    """One file. `written_at` is by the clock of the file system, `origin` the run and the round that saved it."""
 
     part: Part
     path: str
     written_at: float
+    origin: str
 
 
 def found_in(directory: str, say: Callable[[str], None]) -> list[Found]:
@@ -50,6 +53,10 @@ def found_in(directory: str, say: Callable[[str], None]) -> list[Found]:
                         found += _read(step_fd, f"{path}/{name}", (step, int(match[1]), int(match[2])), say)
         except OSError as error:
             say(f"{path} is ignored: {error.strerror}")
+    newest = {each.part.snapshot: each.origin for each in sorted(found, key=lambda each: each.written_at)}
+    for each in [each for each in found if each.origin != newest[each.part.snapshot]]:
+        found.remove(each)
+        say(f"{each.path} is ignored: another run, or a later round, has written newer files of this step")
     return sorted(found, key=lambda each: (each.part.snapshot[2], each.part.rank))
 
 
@@ -61,10 +68,10 @@ def _steps(directory: str) -> dict[int, str]:
 def _read(step_fd: int, path: str, named: tuple[int, int, int], say: Callable[[str], None]) -> list[Found]:
     try:
         with _opened(os.path.basename(path), dir_fd=step_fd) as fd:
-            part, status = _part_in(fd), os.fstat(fd)
+            (part, origin), status = _part_in(fd), os.fstat(fd)
         if (part.snapshot[2], part.rank, part.snapshot[3]) != named:
             raise ValueError(f"it has {part.name} of {part.snapshot[3]} ranks")
-        return [Found(part, path, status.st_mtime)]
+        return [Found(part, path, status.st_mtime, origin)]
     except OSError as error:
         say(f"{path} is ignored: {'it is a symbolic link' if error.errno == errno.ELOOP else error.strerror}")
     except (ValueError, RecursionError) as error:
@@ -82,8 +89,8 @@ def _opened(path: str, flags: int = os.O_NOFOLLOW, *, dir_fd: int | None = None)
         os.close(fd)
 
 
-def _part_in(fd: int) -> Part:
-    """What an open file says that it has. ValueError if it is not whole, or not ours."""
+def _part_in(fd: int) -> tuple[Part, str]:
+    """What an open file says that it has, and of which origin. ValueError if it is not whole, or not ours."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
@@ -93,7 +100,8 @@ def _part_in(fd: int) -> Part:
     if "holdfast.step" not in said:
         raise ValueError("it is no file of a snapshot")
     step, world_size, rank = (_number(said.get(f"holdfast.{name}")) for name in ("step", "world_size", "rank"))
-    return Part((0, 0, step, world_size, said.get("holdfast.replicated") == "true"), rank, status.st_size)
+    part = Part((0, 0, step, world_size, said.get("holdfast.replicated") == "true"), rank, status.st_size)
+    return part, said.get("holdfast.origin", "")
 
 
 def _number(text: object) -> int:
@@ -111,7 +119,7 @@ def _header_of(fd: int, size: int) -> tuple[bytes, dict[str, str], int]:
     return header, *layout.entries_in(header)[1:]
 
 
-def write(directory: str, part: Part, fd: int) -> str:
+def write(directory: str, part: Part, fd: int, run_id: str) -> str:
     """Write the slot `fd` as a file, and return its path. OSError or ValueError if that cannot be done; then nothing
     else has changed."""
     step = part.snapshot[2]
@@ -124,7 +132,7 @@ def write(directory: str, part: Part, fd: int) -> str:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             out = os.open(temporary, flags, 0o666, dir_fd=step_fd)
             try:
-                _copy(part, fd, out)
+                _copy(part, fd, out, run_id)
                 os.fsync(out)
                 os.rename(temporary, name, src_dir_fd=step_fd, dst_dir_fd=step_fd)
             except BaseException:
@@ -145,13 +153,14 @@ def _file_name(part: Part) -> str:
     return f"rank-{part.rank}-of-{part.snapshot[3]}.safetensors"
 
 
-def _copy(part: Part, slot: int, out: int) -> None:
+def _copy(part: Part, slot: int, out: int, run_id: str) -> None:
     """The header gets the identity; the data stay as they are, because offsets count from the end of the header."""
     header, said, data_bytes = _header_of(slot, part.bytes)
     if 8 + len(header) + data_bytes > part.bytes:
         raise ValueError("the header of the snapshot makes no sense")
-    _, _, step, world_size, is_replicated = part.snapshot
-    ours = {"step": step, "world_size": world_size, "rank": part.rank, "replicated": str(is_replicated).lower()}
+    term, round, step, world_size, is_replicated = part.snapshot
+    ours = {"step": step, "world_size": world_size, "rank": part.rank, "replicated": str(is_replicated).lower(),
+            "origin": f"{term}.{round} of {run_id}"}  # fmt: skip
     metadata = {**said, **{f"holdfast.{name}": str(value) for name, value in ours.items()}}
     encoded = json.dumps({**json.loads(header), "__metadata__": metadata}, separators=(",", ":")).encode()
     encoded += b" " * (-(8 + len(encoded)) % 64)  # So that the arrays stay aligned.
@@ -170,7 +179,7 @@ def open_part(directory: str, part: Part) -> tuple[int, int]:
     """A descriptor of the file, and its size. OSError or ValueError if it is not what it should be."""
     fd = os.open(path_of(directory, part), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        known = _part_in(fd)
+        known, _ = _part_in(fd)
         if (known.snapshot, known.rank) != (part.snapshot, part.rank):
             raise ValueError("the file was replaced")
     except BaseException:
@@ -209,7 +218,7 @@ def is_complete(path: str) -> bool:
     if _COMPLETE in names or any(all((rank, size) in ranks for rank in range(size)) for _, size in ranks):
         return True
     with suppress(OSError, ValueError, RecursionError), _opened(f"{path}/{matches[0][0]}" if matches else "") as fd:
-        return _part_in(fd).snapshot[4]
+        return _part_in(fd)[0].snapshot[4]
     return False
 
 

@@ -2,13 +2,13 @@
 
     8 bytes       the length of the header, little-endian
     header        JSON: name -> dtype, shape, data_offsets; padded with blanks, so that the arrays are aligned
-    arrays        their bytes without holes, those with the largest elements first
+    arrays        their bytes without holes, those with the largest alignment first
 
 `__metadata__` of the header has the tree in which the arrays are leaves, as JSON text under `holdfast`. There, null,
 booleans, texts and ordinary numbers stand for themselves. Everything else is a list with a word of one letter first:
 
     l t           a list, a tuple                d    a dict: key, value, key, value...
-    i f c b       an integer, a float, a complex number or bytes that JSON does not have
+    i f c b s     an integer, a float, a complex number, bytes or a text with surrogates, which JSON does not have
     a             an array: its name, its kind (what it is to become when it is loaded), and, if safetensors has no such
                   dtype, so that the array is stored as bytes, its own dtype and shape
 
@@ -84,7 +84,7 @@ def arrange(tree: Any, array_of: Callable[[Any], Array | None], checksum: Callab
     entries: dict[str, Any] = {_METADATA: metadata}
     places: list[tuple[int, Array]] = []
     end = 0
-    for name, array in sorted(found.items(), key=lambda item: -SIZES[item[1].dtype]):
+    for name, array in sorted(found.items(), key=lambda item: -_alignment(item[1])):
         shape = [array.size] if array.own_dtype else [*array.shape]
         entries[name] = {"dtype": array.dtype, "shape": shape, "data_offsets": [end, end + array.size]}
         places.append((end, array))
@@ -97,6 +97,12 @@ def arrange(tree: Any, array_of: Callable[[Any], Array | None], checksum: Callab
     return Layout(header, tuple((len(header) + at, array) for at, array in places), len(header) + end)
 
 
+def _alignment(array: Array) -> int:
+    """The largest power of two that divides the size of an element, also of one that is stored as bytes."""
+    size = array.size // math.prod(array.shape) if array.own_dtype and array.size else SIZES[array.dtype]
+    return size & -size
+
+
 class _Encoder:
     def __init__(self, array_of: Callable[[Any], Array | None], found: dict[str, Array]) -> None:
         self._array_of, self._found = array_of, found
@@ -104,8 +110,10 @@ class _Encoder:
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
         if len(path) > _MOST_DEPTH:
             raise LayoutError(f"{_name(path[:5])}...: nested more than {_MOST_DEPTH} times")
-        if value is None or type(value) in (bool, str):
+        if value is None or type(value) is bool:
             return value
+        if type(value) is str:
+            return value if _is_plain(value) else ["s", value.encode("utf-8", "surrogatepass").hex()]
         if type(value) in (int, float, complex):
             return _number(value)
         if type(value) is bytes and len(value) <= _LARGEST_PLAIN_BYTES:
@@ -117,7 +125,7 @@ class _Encoder:
             return ["d", *(part for key, each in value.items() for part in self._pair(key, each, path))]
         try:
             array = self._array_of(value)
-        except LayoutError as error:
+        except Exception as error:  # Whatever its framework raises.
             raise LayoutError(f"{_name(path)}: {error}") from None
         if array is None:
             raise LayoutError(f"{_name(path)}: a {type(value).__module__}.{type(value).__qualname__} cannot be kept")
@@ -136,6 +144,13 @@ class _Encoder:
             number += 1
             free = f"{name}#{number}"
         return free
+
+
+def _is_plain(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_key(key: Any) -> bool:
@@ -205,6 +220,8 @@ class Contents:
                 return complex(float.fromhex(real), float.fromhex(imag))
             case ["b", text]:
                 return bytes.fromhex(text)
+            case ["s", text]:
+                return bytes.fromhex(text).decode("utf-8", "surrogatepass")
             case ["a", str(name), str(kind), *own]:
                 dtype, shape, begin, end = self._stored[name]
                 own_dtype = ""

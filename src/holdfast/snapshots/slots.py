@@ -22,6 +22,7 @@ are ordered by age and can be marshalled. The actions are tuples, too:
     nothing(rank, request, text)
     refuse(rank, request, text)
     kept(snapshot)                                   pinned because of `keep_from`
+    warn(text)
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Ledger:
         self._fetching: set[int] = set()
         self._unfetched: dict[int, str] = {}  # Why these ranks did not come.
         self._keep_from: int | None = None
+        self._has_warned = False  # That there is no memory for what is asked for with `keep_from`.
 
     # What is known.
 
@@ -180,8 +182,8 @@ class Ledger:
         return [*actions, ("make", number, capacity), ("give", rank, request, number, capacity)]
 
     def _make(self, rank: int, size: int) -> Slot | str:
-        """A given slot, or why there is none. Some room to grow saves making a new one for a few bytes more."""
-        capacity = (size + _MIB - 1) // _MIB * _MIB if size > _MIB else 1 << max(12, (size - 1).bit_length())
+        """A given slot, or why there is none."""
+        capacity = _capacity_for(size)
         if self.used + capacity > self.limit:
             used, limit = size_text(self.used), size_text(self.limit)
             return f"{size_text(size)} more do not fit: {used} of --snapshot-memory {limit} are in use"
@@ -254,12 +256,27 @@ class Ledger:
 
     def receive(self, rank: int, size: int, pin: str = FETCHED) -> tuple[Slot | str, list[Action]]:
         """A slot for a part that comes from another node or from disk, or why there is none. A part of a rank that is
-        not of this node stays while it is pinned by another name than `FETCHED`, or is the base."""
+        not of this node stays while it is pinned by another name than `FETCHED`, or is the base. What the round is to
+        load may take the place of slots that are not protected, such as those of steps that were left."""
+        actions = self._make_room(_capacity_for(size)) if pin == FETCHED else []
         made = self._make(rank, size)
         if isinstance(made, str):
-            return made, []
+            return made, actions
         made.pins.add(pin)
-        return made, [("make", made.number, made.capacity)]
+        return made, [*actions, ("make", made.number, made.capacity)]
+
+    def _make_room(self, capacity: int) -> list[Action]:
+        """The oldest go first, and none if that would not be enough."""
+        lacking = self.used + capacity - self.limit
+        free = sorted(
+            (s for s in self.slots.values() if not self.is_protected(s)), key=lambda each: each.snapshot or ()
+        )
+        actions: list[Action] = []
+        for slot in free if lacking <= sum(slot.capacity for slot in free) else ():
+            if lacking > 0:
+                lacking -= slot.capacity
+                actions += self._drop(slot)
+        return actions
 
     def arrived(self, number: int, snapshot: Snapshot, size: int) -> list[Action]:
         """All of it is in the slot."""
@@ -301,16 +318,29 @@ class Ledger:
         return [*self._tidy(), *self._serve_wants()]
 
     def keep_from(self, step: int) -> list[Action]:
-        """Pin the first common snapshot of this round at or above that step."""
+        """Pin the first common snapshot of this round at or above that step, if ranks can still save beside it."""
         self._keep_from = step
         return self._keep()
 
     def _keep(self) -> list[Action]:
         if self._keep_from is None or self._common is None or self._common[2] < self._keep_from:
             return []
+        if lacking := self._lacking_beside(self._common):
+            text = f"no step is copied or written meanwhile: that needs {size_text(self.limit + lacking)} of memory"
+            has_warned, self._has_warned = self._has_warned, True
+            return [] if has_warned else [("warn", f"{text}, and --snapshot-memory is {size_text(self.limit)}")]
         self._keep_from = None
         self.pin(self._common, KEPT)
         return [("kept", self._common)]
+
+    def _lacking_beside(self, kept: Snapshot) -> int:
+        """How many bytes are missing for two slots of each rank besides those of this snapshot. A save that finds no
+        slot is an error in the worker, so a step is kept only if that cannot happen."""
+        more = 0
+        for slot in [slot for slot in self.slots.values() if slot.snapshot == kept and slot.rank in self.ranks]:
+            others = [s for s in self.slots.values() if s.rank == slot.rank and s.snapshot != kept and not s.pins]
+            more += max(0, 2 - len(others)) * slot.capacity
+        return max(0, self.used + more - self.limit)
 
     def check(self) -> None:
         """The invariants; tests call this after every step."""
@@ -322,6 +352,11 @@ class Ledger:
             assert slot.rank in self.ranks or self.is_protected(slot)
         given = [slot.rank for slot in self.slots.values() if slot.is_given and not slot.pins]
         assert len(given) == len(set(given))
+
+
+def _capacity_for(size: int) -> int:
+    """Some room to grow saves making a new slot for a few bytes more."""
+    return (size + _MIB - 1) // _MIB * _MIB if size > _MIB else 1 << max(12, (size - 1).bit_length())
 
 
 def ranges_of(ranks: Iterable[int]) -> list[tuple[int, int]]:

@@ -78,7 +78,7 @@ class _Refused(Exception):  # noqa: N818
 
 class Transfer:
     """The process. `listener` is None for a node at which no peer may ask. `tls` are the certificate, its key and the
-    authority, if connections are to speak TLS."""
+    authority, if connections are to speak TLS; files are of the run `run_id`."""
 
     def __init__(
         self,
@@ -88,9 +88,10 @@ class Transfer:
         bandwidth: int,
         directory: str,
         tls: TlsFiles | None = None,
+        run_id: str = "",
     ) -> None:
         self._line, self._listener, self._key, self._directory = line, listener, key, directory
-        self._tls = tls
+        self._tls, self._run_id = tls, run_id
         self._pace, self._pace_lock = Pace(bandwidth), threading.Lock()
         self._posts: SimpleQueue[tuple[Message, tuple[int, ...]]] = SimpleQueue()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -152,7 +153,7 @@ class Transfer:
                 self._order("send", number, lambda: self._send_copy(part, fds[0], (address, port)), fds)
             case ("write", number, snapshot, rank, size, directory, is_copy):
                 part = Part(snapshot, rank, size)
-                self._order("write", number, lambda: _write(directory, part, fds[0], is_copy), fds)
+                self._order("write", number, lambda: self._write(directory, part, fds[0], is_copy), fds)
             case ("read", number, snapshot, rank, directory):
                 self._order("read", number, lambda: self._read(number, Part(snapshot, rank), directory))
             case ("complete", directory, step):
@@ -252,6 +253,13 @@ class Transfer:
                     offset += len(piece)
         finally:
             os.close(source)
+
+    def _write(self, directory: str, part: Part, fd: int, is_copy: bool) -> None:
+        if is_copy and os.path.exists(disk.path_of(directory, part)):
+            return
+        disk.write(directory, part, fd, self._run_id)
+        if directory == self._directory:  # In another one, of an export, all steps stay.
+            disk.prune(directory)
 
     @contextmanager
     def _slot(self, number: int, part: Part, size: int) -> Iterator[tuple[int, int]]:
@@ -359,13 +367,6 @@ def _work(lane: SimpleQueue[Callable[[], None]]) -> NoReturn:
         lane.get()()
 
 
-def _write(directory: str, part: Part, fd: int, is_copy: bool) -> None:
-    if is_copy and os.path.exists(disk.path_of(directory, part)):
-        return
-    disk.write(directory, part, fd)
-    disk.prune(directory)
-
-
 def _note_complete(directory: str, step: int) -> None:
     disk.mark_complete(directory, step)
     disk.prune(directory)
@@ -389,11 +390,9 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def serve(
-    line: Line, listener_fd: int, key: bytes, bandwidth: int, directory: str, tls: TlsFiles | None = None
-) -> NoReturn:
-    """In the forked process."""
+def serve(line: Line, listener_fd: int, *settings: Any) -> NoReturn:
+    """In the forked process. The settings are those of `Transfer`."""
     os.nice(_NICENESS)
     listener = socket.socket(fileno=listener_fd) if listener_fd >= 0 else None
-    Transfer(line, listener, key, bandwidth, directory, tls).run()
+    Transfer(line, listener, *settings).run()
     os._exit(0)

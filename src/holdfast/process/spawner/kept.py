@@ -96,19 +96,23 @@ def socket_path(modules: Iterable[str], *, is_made: bool = False) -> str:
 
 def digest(**more: str) -> str:
     """Of all that a template depends on besides its modules and what the kernel shows of a process."""
+    from holdfast.process.adoption import without_adoption  # Each adopted command has directories of its own.
+
+    inherited = {os.fsdecode(name): os.fsdecode(value) for name, value in without_adoption(os.environb).items()}
     environment = sorted(
         f"{name}={value}"
-        for name, value in {**os.environ, **more}.items()
+        for name, value in {**inherited, **more}.items()
         if name not in _OF_SESSIONS and not name.startswith(_PREFIXES_OF_SESSIONS)
     )
     return hash_of([sys.executable, sys.version, *map(str, installation()), *environment])
 
 
 def installation() -> list[tuple[str, int, int]]:
-    """The files that a spawner consists of, and the interpreter."""
-    home = os.path.dirname(os.path.abspath(__file__))
-    paths = [sys.executable, *sorted(f"{home}/{name}" for name in os.listdir(home) if name.endswith(".py"))]
-    found = [(path, os.stat(path)) for path in paths]
+    """The files of which a spawner may have loaded some, and the interpreter."""
+    package = os.path.abspath(__file__).rsplit("/", 3)[0]
+    places = (package, f"{package}/process", f"{package}/process/spawner", f"{package}/snapshots")
+    paths = [f"{place}/{name}" for place in places for name in sorted(os.listdir(place)) if name.endswith(".py")]
+    found = [(path, os.stat(path)) for path in (sys.executable, *paths)]
     return [(path, status.st_mtime_ns, status.st_size) for path, status in found]
 
 
@@ -303,10 +307,6 @@ class Kept:
         if path != self._path:
             self._listen(path)
             self._digest, self._modules = digest_text.encode(), modules
-        null_fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for fd in range(3):
-            os.dup2(null_fd, fd)
-        os.close(null_fd)
         self._until = now + self._keep_s
         self._look_next(now)
         self.is_resting, self._agent = True, 0

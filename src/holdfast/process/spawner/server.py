@@ -362,6 +362,11 @@ class Spawner:
         """Every tree is gone. Forget what belongs to the run, and wait for another one."""
         from holdfast.process.spawner.kept import Kept
 
+        # First: a template that learns from now on has these, too.
+        self._directory, null_fd = b"/", os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in range(3):
+            os.dup2(null_fd, fd)
+        os.close(null_fd)
         if left or self._templates is None or not self._templates.rest(time.monotonic()):
             self._channel.send(("unkept", "processes of the run are left" if left else "there is no template"))
             return

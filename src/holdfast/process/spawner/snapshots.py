@@ -50,7 +50,7 @@ class Snapshots:
                                                      retained
     retain(retained)                                 the same without a step
     complete(step, retained)                         the same; all nodes have stored that step
-    peers(key, bandwidth, directory, tls)            slots can be moved from now on; with the socket at which other
+    peers(key, bandwidth, directory, tls, run id)    slots can be moved from now on; with the socket at which other
                                                      nodes ask for some, if they may; `tls` are files, or None
     transfer(number, kind, snapshot, ...)            move slots
     last(numbers, directory, written)                write the newest snapshots that the local ranks have in common, if
@@ -88,11 +88,11 @@ class Snapshots:
                 self.act(self.ledger.keep_from(step))
             case ["retain", retained]:
                 self._retain(retained)
-            case ["peers", key, bandwidth, directory, tls]:
+            case ["peers", *settings]:
                 from holdfast.process.spawner.transfers import Transfers
 
                 known = (fds[0] if fds else -1, self._poller, self._settle, self, self._tell)
-                self._transfers = self._transfers or Transfers((key, bandwidth, directory, tls), *known)
+                self._transfers = self._transfers or Transfers(tuple(settings), *known)
             case ["last", numbers, directory, written] if self._transfers is not None:
                 self._write_last(self._transfers, numbers, directory, written)
             case ["transfer", *transfer] if self._transfers is not None:
@@ -248,6 +248,8 @@ class Snapshots:
                         os.close(fd)
                 case ("kept", snapshot):
                     self._tell(("kept_step", snapshot))
+                case ("warn", text):
+                    self._tell(("warn", text))
                 case ("give", rank, request, slot, _):
                     if problem := self._failures.pop(slot, ""):
                         self._send(rank, packed(messages.REFUSED, request, text=problem))

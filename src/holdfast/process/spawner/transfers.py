@@ -56,12 +56,13 @@ class _Batch:
 
 
 class Transfers:
-    """`settings` are the key, the bandwidth, the directory and the files for TLS, if it is spoken. `settle` is called
+    """`settings` are the key, the bandwidth, the directory, the files for TLS, if it is spoken, and the id of the run,
+    for `snapshots.transfer.Transfer`. `settle` is called
     in the forked process with the descriptors to keep; `report` tells the agent."""
 
     def __init__(
         self,
-        settings: tuple[bytes, int, str, tuple[str, str, str] | None],
+        settings: tuple[bytes, int, str, tuple[str, str, str] | None, str],
         listener_fd: int,
         poller: select.poll,
         settle: Callable[[list[int]], None],

@@ -27,8 +27,7 @@ consequence and cost nothing:
   3. A is still unaccounted for, so nothing is decided until it is lost after `drop_timeout_s`,
   4. the next round is formed without A, uncharged, although `max_restarts` may be 0.
 
-B's report may also come after A is lost, because B's worker ends slowly: then the round is stopped already, and B is
-told why its failure does not count.
+If B's report comes after A is lost, the round is stopped already, and B is told why its failure does not count.
 
 Stopping is bounded. A member that keeps its lease but does not come back from a stop within the longest time that a
 member needs for one (`NodeFacts.stops_within_s`) is expelled; a lease later its workers must be gone, and it is lost.
@@ -127,9 +126,8 @@ class Membership:
         if self.phase is Phase.ENDED:
             return self._linger.ends_at
         silent = self.nodes.most_silent()  # All leases are equally long, so the next one to end is its.
-        lease_ends = self._lease_ends(silent) if silent else None
-        candidates = [self.nodes.next_drop_at(), self.nodes.next_release_at(), self._formation.report_at, lease_ends]
-        candidates.append(self.notices.tell_at)
+        candidates = [self.nodes.next_drop_at(), self.nodes.next_release_at(), self._formation.report_at]
+        candidates += [self._lease_ends(silent) if silent else None, self.notices.tell_at]
         if self._round is not None:
             candidates += [self._round.returns_until, self._round.stop_by, self._round.admit_at]
         if self.phase is Phase.FORMING and self.settings is not None:
@@ -319,10 +317,9 @@ class Membership:
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail because of the stop."""
-        if not self._is_current(key, round):
-            return []
-        if self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure:
-            return self._present.excuse(key)
+        is_current = self._is_current(key, round)
+        if not is_current or (self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure):
+            return self._present.excuse(key) if is_current else []
         self._present.report(key, failure)
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
 
@@ -517,8 +514,7 @@ class Membership:
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
         waiting = self.notices.waiting_count(self.nodes)
         self._formation.count(waiting, self.settings, now)
-        is_hopeless = self.nodes.hopeful < self.settings.min_nodes
-        if is_hopeless and self._formation.has_timed_out(self.settings, now):
+        if self.nodes.hopeful < self.settings.min_nodes and self._formation.has_timed_out(self.settings, now):
             missing = too_few(self.nodes.names_waiting(), self._losses.words(self.nodes, now).values(), self.settings)
             return self._end(Outcome(End.FAILED, missing, earlier=self._past.earlier))
         if self._is_time_to_seal(waiting, now) and self._is_time_to_seal(len(ready := self._ready(now)), now):
@@ -546,8 +542,8 @@ class Membership:
             self.nodes.waiting.discard(key)
         told = self.notices.seal(world.keys, self.nodes, now)
         told += [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
-        waiting, held = self.nodes.waiting_keys(), sorted({*self.nodes.held, *self.nodes.unready})
-        return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
+        told += self._stand_by(self.nodes.waiting_keys(), are_new=False)
+        return [Remember(self._memory(now)), *told, *self._hold(sorted({*self.nodes.held, *self.nodes.unready}))]
 
     # The end.
 
