@@ -9,19 +9,21 @@ JOBS   ?= 2
 PYTEST ?= $(BIN)/pytest
 COUNT  ?= 60
 SECONDS ?= 450
+AT_ONCE ?= 7
 
 .PHONY: demo test test-all sim chaos frost mutate check coverage docs bench dist lowest pythons lock clean
 
 demo: $(VENV)/.runtime
 	@$(BIN)/holdfast run --standalone --nproc-per-node 4 --max-restarts 2 --tee 3 examples/demo/train.py
 
-# Most tests wait for something, so five at a time fit on two cores.
+# Most tests wait for something and take a fifth of a core, so seven at a time fit on two cores.
 test: $(VENV)/.test
-	$(PYTEST) -n 5 --dist worksteal $(TESTS)
+	$(PYTEST) -n $(AT_ONCE) --dist worksteal $(TESTS)
 
 # What `test` runs, and what takes long or needs more than Python packages: ssh servers, a Slurm cluster, a Ray cluster, a
 # browser (chromium), the benchmarks, the documentation site, long jobs of torch, a Prometheus server, a terminal (tmux). A tool that is missing here is a failure.
 test-all: export HOLDFAST_TEST_ALL = 1
+test-all: AT_ONCE = 5
 test-all: $(VENV)/.tools $(VENV)/.docs test
 
 # Runs that never were, every other one on etcd, with faults drawn from a seed; one that fails says how to see it again.

@@ -26,7 +26,7 @@ def install() -> None:
     def init(self: subprocess.Popen[Any], args: Any, *rest: Any, **more: Any) -> None:
         popen(self, with_site(args) if isinstance(args, list) else args, *rest, **more)
 
-    os.posix_spawn = spawn
+    os.posix_spawn = spawn  # type: ignore[assignment]
     subprocess.Popen.__init__ = init  # type: ignore[method-assign]
 
 

@@ -34,13 +34,15 @@ class StandIn(RemoteRun):
         self.asked = {"status": 0, "agents": 0, "logs": 0}
         self.began = time.monotonic()
         self.is_gone = False
+        self.notice: dict[str, Any] | None = None
 
     def run_status(self) -> RunStatus:
         self._count("status")
         size, ago_s = self.workers_of_a_node, time.monotonic() - self.began
         nodes = [
             {"node_id": name, "address": "10.0.0.1", "rank": number, "first_rank": number * size, "role": "default",
-             "local_world_size": size, "state": "running", "is_connected": True, "heard_ago_s": 0.1}
+             "local_world_size": size, "state": "running", "is_connected": True, "heard_ago_s": 0.1,
+             "leaves_in_s": 100.0 if self.notice and name in self.notice["nodes"] else None}
             for number, name in enumerate(self.node_names)
         ]  # fmt: skip
         rounds = [
@@ -53,6 +55,7 @@ class StandIn(RemoteRun):
         told = {
             "run_id": self.name, "phase": "running", "round": self.round, **counts, "restarts_used": self.round - 1,
             "restarts_left": 3, "waiting_for": None, "nodes": nodes, "refused": [], "end": None, "history": history,
+            "notice": self.notice,
         }  # fmt: skip
         return decoded(told, RunStatus, "the stage")
 

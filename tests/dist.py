@@ -77,8 +77,7 @@ def main(what: str = "dist") -> None:
             for python in pythons():
                 smoke(Installed(python, place / "smoke", []))
         elif what == "lowest":
-            failed = not Installed(sys.executable, place / "lowest", lowest_versions()).test(LOWEST)
-            sys.exit(failed)
+            sys.exit(not Installed(sys.executable, place / "lowest", lowest_versions()).test(LOWEST))
         elif what == "pythons":
             installed = [Installed(python, place / str(number), []) for number, python in enumerate(pythons())]
             failed = [each.version for each in installed if not each.test(PYTHONS)]

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import functools
 import http.client
+import importlib
 import importlib.util
 import itertools
 import json
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 # Generous, because the machine may be busy with other things. No test waits that long if all is well.
 DEADLINE_S = 30.0
-_LOOK_AGAIN_S = 0.005
+_LOOK_AGAIN_S = (0.005, 0.05)  # At first, and after a while: looking costs the processor what others wait for.
 
 TEST_MARK = "HOLDFAST_TEST"
 
@@ -81,15 +82,53 @@ def get_json(port: int, path: str = "/", method: str = "GET", host: str = "127.0
         connection.close()
 
 
+def refused(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+    """The one line, but for the usage, of a command that refuses what it is asked for. It runs in this process."""
+    from holdfast.cli.main import main
+
+    ended: object
+    try:
+        ended = main(list(words))
+    except SystemExit as exited:
+        ended = exited.code
+    assert ended == code
+    *usage, line = capsys.readouterr().err.splitlines()
+    assert [each[:7] for each in usage] in ([], ["usage: "]), usage
+    return line
+
+
 def wait_until(
     condition: Callable[[], T | None], what: str, deadline_s: float = DEADLINE_S, state: Callable[[], object] = str
 ) -> T:
     """The first true value of the condition. For what offers no event to wait for. The state is told if it gives up."""
-    ends = time.monotonic() + deadline_s
+    began_s, (soonest_s, latest_s) = time.monotonic(), _LOOK_AGAIN_S
     while not (value := condition()):
-        assert time.monotonic() < ends, f"after {deadline_s:g} s still not: {what}\n{state()}"
-        time.sleep(_LOOK_AGAIN_S)
+        waited_s = time.monotonic() - began_s
+        assert waited_s < deadline_s, f"after {deadline_s:g} s still not: {what}\n{state()}"
+        time.sleep(min(latest_s, max(soonest_s, waited_s / 20)))
     return value
+
+
+class Stopwatch:
+    """How long something takes at most, without the time for which the threads of this process and of others that take
+    part had to wait for a CPU: that depends on what else the machine does."""
+
+    def __init__(self, *pids: int) -> None:
+        self._pids = (os.getpid(), *pids)
+        self.longest_s = 0.0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        began, delayed_s = time.monotonic(), self._delayed_s()
+        yield
+        self.longest_s = max(self.longest_s, time.monotonic() - began - max(0.0, self._delayed_s() - delayed_s))
+
+    def _delayed_s(self) -> float:
+        total_ns = 0
+        for path in (path for pid in self._pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")):
+            with contextlib.suppress(OSError):  # A thread that has ended.
+                total_ns += int(path.read_text().split()[1])
+        return total_ns / 1e9
 
 
 def is_test_all() -> bool:
@@ -100,6 +139,11 @@ def leave_to_test_all(what: str) -> None:
     """Skip the test, which takes long because of this, unless it is run by `make test-all`."""
     if not is_test_all():
         pytest.skip(f"with {what}: `make test-all` runs it")
+
+
+def only_in_test_all(what: str) -> pytest.MarkDecorator:
+    """For one of the parameters of a test."""
+    return pytest.mark.skipif(not is_test_all(), reason=f"with {what}: `make test-all` runs it")
 
 
 def cannot_test(why: str) -> NoReturn:
@@ -124,6 +168,16 @@ def need_module(name: str) -> None:
     """Without it the test is skipped, and fails in `make test-all`."""
     if importlib.util.find_spec(name) is None:
         cannot_test(f"{name} is not installed")
+
+
+class ImportedLater:
+    """A module that takes long to import, at its first use: every process of xdist imports all files of tests."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 def alive(pid: int) -> bool:

@@ -451,14 +451,21 @@ def test_the_python_in_the_documents_runs(source: str) -> None:
 
 @promise("snapshots.examples-run: The Python and the command in docs/snapshots.md run, and the weights are the same.")
 @pytest.mark.parametrize("source", fences(SNAPSHOTS, "python"))
-def test_the_python_about_snapshots_runs(source: str) -> None:
+def test_the_python_about_snapshots_runs(source: str, tmp_path: Path) -> None:
     import torch
+    import torch.distributed as dist
 
     import holdfast
 
     model = torch.nn.Linear(2, 2)
     names = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "step": 1, "state": {"weights": [1.0]}}
-    exec(source, {"snapshots": holdfast.snapshots.open(), **names})
+    names |= {"snapshots": holdfast.snapshots.open(), "directory": tmp_path}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        exec(source, names)
+        assert "written" not in names or names["written"].result() is not None
+    finally:
+        dist.destroy_process_group()
 
 
 @proves("snapshots.examples-run")
@@ -470,6 +477,32 @@ def test_the_training_that_is_killed_ends_with_the_weights_of_one_that_is_not(tm
     assert killed.stdout.count("goes on with step") == 3, killed.stderr
     assert whole.stdout.startswith("step 99: the weights add up to"), whole.stderr
     assert killed.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+
+
+@promise(
+    "snapshots.checkpoints: A training that writes checkpoints with a `Stager` goes on from its newest step after a "
+    "kill, and its files have the weights of an undisturbed one (DDP, FSDP)."
+)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_checkpoints_are_written_from_snapshots(kind: str, tmp_path: Path) -> None:
+    if kind == "ddp":
+        support.leave_to_test_all(kind)
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    lines = [line for block in fences(SNAPSHOTS, "sh") for line in block.splitlines()]
+    [line] = [line for line in lines if line.endswith("examples/snapshots/checkpoints.py fsdp 25")]
+    line = line.replace("fsdp 25", kind)
+    killed, whole = (execute(f"{line} {step} {tmp_path / step}", tmp_path) for step in ("25", "99"))
+    begun, last = killed.stdout.splitlines()[1:]
+    assert begun == "begins with step 25, from a snapshot", killed.stderr
+    assert [last] == whole.stdout.splitlines()[1:], whole.stderr
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).state_dict()
+    dcp.load({"training": {"model": model}}, checkpoint_id=tmp_path / "25" / "step-39")
+    total = torch.cat([each.flatten() for each in model.values()]).double().sum().item()
+    assert last == f"step 39: the weights add up to {total:.12f}"
+    again = execute(f"{line} 99 {tmp_path / '25'}", tmp_path)
+    assert again.stdout.splitlines() == ["begins with step 40, from a checkpoint", last], again.stderr
 
 
 @proves("cli.help-docs-md-match")

@@ -27,7 +27,7 @@ if kind == "snapshots":
     import holdfast
 
     snapshots = holdfast.snapshots.open()
-    if (saved := snapshots.load(copy=False)) is not None:
+    if (saved := snapshots.load()) is not None:
         loaded, step = saved["state"], saved.step + 1
 elif os.path.exists(checkpoint):
     found = torch.load(checkpoint)
@@ -35,6 +35,7 @@ elif os.path.exists(checkpoint):
 first = step
 for name in state if first else ():
     state[name].copy_(loaded[name])  # As load_state_dict does.
+saved = loaded = found = None
 marks.leave("loaded")
 while step <= FAILED_STEP + 1:
     if marks.ATTEMPT == 0 and step == FAILED_STEP and marks.RANK == marks.WORLD_SIZE - 1:

@@ -37,7 +37,8 @@ def main() -> None:
         if rank == 0:
             print(f"goes on with step {first}", flush=True)
 
-    kill_at = first + random.SystemRandom().randrange(STEPS // (KILLS + 1) + 1)
+    # Not before the third step: by then every rank has saved the first one.
+    kill_at = first + 2 + random.SystemRandom().randrange(max(1, STEPS // (KILLS + 1) - 1))
     may_kill = rank == 1 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < KILLS
     for step in range(first, STEPS):
         inputs = torch.randn(16, 32)  # The random state is part of the snapshot, so the samples are the same, too.

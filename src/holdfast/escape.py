@@ -48,6 +48,11 @@ def _tables() -> tuple[dict[int, str], dict[int, str]]:
     return visible, visible | kept
 
 
+def encodable(text: str) -> str:
+    """File names, arguments and JSON may have halves of characters, which no message can have. They become visible."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def cut(text: str, limit: int = LINE_LIMIT_CHARS) -> str:
     """Not longer than that; what was cut shows it."""
     return text if len(text) <= limit else text[: max(0, limit - len(_CUT))] + _CUT

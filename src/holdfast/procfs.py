@@ -86,9 +86,7 @@ def close_all_but(kept: list[int]) -> None:
 
 def is_deadly(pid: int, number: int) -> bool:
     """Whether the process neither handles nor ignores the signal, as far as can be seen."""
-    lines = (_read(f"/proc/{pid}/status") or b"").splitlines()
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith((b"SigCgt:", b"SigIgn:"))]
-    return not any(mask >> (number - 1) & 1 for mask in masks)
+    return not _is_masked(pid, number, "SigCgt", "SigIgn")
 
 
 def kill(pid: int, number: int = 9) -> None:
@@ -185,8 +183,12 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for that signal."""
+    return _is_masked(pid, number, "SigCgt")
+
+
+def _is_masked(pid: int, number: int, *masks: str) -> bool:
     lines = dict(line.split(":", 1) for line in read_text(f"/proc/{pid}/status").splitlines())
-    return bool(int(lines.get("SigCgt", "0"), 16) >> (number - 1) & 1)
+    return any(int(lines.get(name, "0"), 16) >> (number - 1) & 1 for name in masks)
 
 
 def ptrace_scope() -> str:

@@ -2,8 +2,8 @@
 
 The agent has a piece of shared memory, the *board*, with a slot for each worker. The worker finds it through
 `HOLDFAST_PROGRESS` in its environment and writes two numbers: the time (of the monotonic clock, which all processes
-of a host share) and the step. A byte behind them says whether `holdfast.on_stop` was called. There is no system call
-and no lock. Without an agent that watches, the call does nothing.
+of a host share) and the step. Behind them is the pid of the process that has called `holdfast.on_stop`. There is no
+system call and no lock. Without an agent that watches, the call does nothing.
 
 The call must never harm the training, so it raises nothing, and the memory cannot fail: the board is sealed, so it
 cannot shrink under a writer; it is not on a disk, which could be full or removed; and a token detects a path that leads
@@ -26,7 +26,7 @@ _MAGIC = b"holdfast board 1"
 _TOKEN_BYTES = 16
 # A cache line for each worker, so that they do not slow each other down.
 _SLOT_BYTES = 64
-_SLOT = Struct("=qq")
+_SLOT, _PID = Struct("=qq"), Struct("=q")
 _NO_STEP = -(1 << 63)
 
 _write: Callable[..., None] = _SLOT.pack_into
@@ -46,13 +46,20 @@ def progress(step: int | None = None) -> None:
         _write(_memory, _offset, _now(), _NO_STEP)
 
 
-def mark_stop_hook(is_set: bool) -> bool:
-    """Tell the agent whether this worker has functions to call before it is stopped (`stop_hooks`). False without an
-    agent."""
+def stop_hook_owner() -> int | None:
+    """The process of this worker that has functions to call before the worker is stopped (`stop_hooks`): this one, if
+    none is alive that has said so before. None without an agent."""
     if _memory is None and not _find_board():
-        return False
-    _memory[_offset + _SLOT.size] = is_set  # type: ignore[index]  # It is mapped memory.
-    return True
+        return None
+    (owner,) = _PID.unpack_from(_memory, _offset + _SLOT.size)  # type: ignore[arg-type]  # It is mapped memory.
+    if not owner or not os.path.exists(f"/proc/{owner}"):
+        owner = os.getpid()
+        _PID.pack_into(_memory, _offset + _SLOT.size, owner)  # type: ignore[arg-type]
+    return int(owner)
+
+
+def disown_stop_hook() -> None:
+    _PID.pack_into(_memory, _offset + _SLOT.size, 0)  # type: ignore[arg-type]
 
 
 def _find_board() -> bool:
@@ -125,7 +132,7 @@ class Board:
 
     def has_stop_hook(self, index: int) -> bool:
         try:
-            return bool(self._memory[self._place(index) + _SLOT.size])
+            return _PID.unpack_from(self._memory, self._place(index) + _SLOT.size) != (0,)
         except ValueError:
             return False
 

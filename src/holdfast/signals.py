@@ -237,6 +237,7 @@ class Inbox:
             self._pending.clear()
             self._to_pass.clear()
             self._has_surfaced = self._has_notice = False
+            self._notice, self._passed = None, frozenset()
             self._interrupts = 0
             for number in unseen:
                 signal.raise_signal(number)

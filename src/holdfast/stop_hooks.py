@@ -10,6 +10,9 @@ is inherited. In a worker that has called `on_stop`, a thread waits for a byte f
 3. Workers whose functions take longer than half of the grace period get the signal from the agent; what is left of the
    grace period is for the signal. SIGKILL comes when it always does (`process/workers/ladder.py`).
 
+One process of a worker waits, the first that calls `on_stop`. Its children may call it again when they import the main
+module, as those of multiprocessing do; their ends and their functions do not count.
+
 The functions run beside the main thread, which may be in a collective that never ends: that is what they are for. While
 a thread holds the interpreter's lock in native code no function can run; then step 3 applies.
 
@@ -56,13 +59,17 @@ def _watch() -> None:
         return  # Another launcher.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        if os.fstat(fd).st_ino != int(inode) or not progress_board.mark_stop_hook(True):
+        owner = progress_board.stop_hook_owner() if os.fstat(fd).st_ino == int(inode) else None
+        if owner != os.getpid():
             os.close(fd)
+        if owner is None:
             raise OSError("the agent cannot be reached")
     except (OSError, ValueError) as error:
         import warnings
 
         warnings.warn(f"functions of holdfast.on_stop will not be called: {error}", stacklevel=3)
+        return
+    if owner != os.getpid():
         return
     import atexit
     import threading
@@ -74,7 +81,7 @@ def _watch() -> None:
 
 def _end(pid: int) -> None:
     if os.getpid() == pid:
-        progress_board.mark_stop_hook(False)
+        progress_board.disown_stop_hook()
 
 
 def _wait(fd: int) -> None:

@@ -38,7 +38,7 @@ MIB = 1 << 20
 CEILING_BYTES = 3 << 30  # Of address space: an attack must not harm the machine that runs the tests.
 DEADLINE_S = 30.0
 LEASE_S = 10.0
-# For honest nodes. Without an attack it is 0.03 s; this leaves room for a machine that is busy with other tests.
+# For honest nodes, as a `support.Stopwatch` measures it. Without an attack it is 0.03 s.
 LONGEST_ANSWER_S = 2.5
 HEARTBEAT_S = 0.1
 RUN_ID = "honest"
@@ -243,7 +243,8 @@ class HonestRun:
 def honest(server: CoordinatorProcess, token_file: str = "", *, is_changing: bool = False) -> Iterator[dict[str, Any]]:
     """A run that is in a round before the block and succeeds after it, undisturbed. With `is_changing` it forms round
     after round. The figures are in the dictionary after the block."""
-    command = [sys.executable, "-m", "tests.attacks.honest", str(server.port), token_file, str(int(is_changing))]
+    told = (server.port, server.pid, token_file, int(is_changing))
+    command = [sys.executable, "-m", "tests.attacks.honest", *map(str, told)]
     directory = Path(__file__).parents[2]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=directory)
     report: dict[str, Any] = {}

@@ -6,11 +6,12 @@ import os
 
 import pytest
 
+from tests import support
 from tests.attacks import fuzz
 from tests.coordinators import CoordinatorProcess
 from tests.promises import promise
 
-SECONDS = float(os.environ.get("HOLDFAST_FUZZ_SECONDS", "20"))
+SECONDS = float(os.environ.get("HOLDFAST_FUZZ_SECONDS", "20" if support.is_test_all() else "8"))
 SEED = int(os.environ.get("HOLDFAST_FUZZ_SEED", "17"))
 
 

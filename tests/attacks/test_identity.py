@@ -22,7 +22,10 @@ SECRET = b"of the member alone"
 ONE = Settings(1, 1, heartbeat_s=HEARTBEAT_S, lease_s=10.0, drop_timeout_s=5.0, last_call_s=0.0)
 
 
-@pytest.fixture(params=[None, TOKEN], ids=["without a token", "with the token"])
+WITH_TOKEN = pytest.param(TOKEN, marks=support.only_in_test_all("a token"), id="with the token")
+
+
+@pytest.fixture(params=[pytest.param(None, id="without a token"), WITH_TOKEN])
 def token(request: pytest.FixtureRequest) -> bytes | None:
     """All attackers here know the token, if there is one."""
     found: bytes | None = request.param
@@ -69,6 +72,7 @@ def impersonate(port: int, name: str, token: bytes | None, *secrets: bytes) -> N
 @promise("""coordinator.node-id-belongs-node: A node id belongs to the node that joined with it first and shows its
     secret; knowing the token is not enough. A node that has not joined, or was refused, reads nothing, acts on nothing
     and has no store.""")
+@pytest.mark.parametrize("token", [None, TOKEN], ids=["without a token", "with the token"], indirect=True)
 def test_a_stranger_introduces_itself_as_a_member(
     server: CoordinatorProcess, token: bytes | None, run: HonestRun
 ) -> None:
@@ -192,6 +196,7 @@ def test_a_peer_that_is_no_member_acts_on_the_run(
 @promise("""coordinator.endpoint-run-node-run: One endpoint is one run: a node of another run is refused at once, or
     waits while the present run has ended or has no node. The served run is named only to nodes that have proved the
     token. The name of a run that had all its nodes can be used again at once.""")
+@pytest.mark.parametrize("token", [None, TOKEN], ids=["without a token", "with the token"], indirect=True)
 def test_nodes_of_another_run_at_a_busy_endpoint(
     server: CoordinatorProcess, token: bytes | None, tmp_path: Path
 ) -> None:

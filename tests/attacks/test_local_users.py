@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import tarfile
@@ -233,24 +232,3 @@ def test_a_state_directory_that_another_user_has_made(holdfast: Holdfast, tmp_pa
     assert ended.code == 0, str(ended)
     assert len([line for line in ended.own if str(directory) in line]) == 1, str(ended)
     assert not list(directory.iterdir())
-
-
-@as_root
-def test_a_port_that_another_user_listens_on(holdfast: Holdfast) -> None:
-    """It is no coordinator, which is said; nothing of the run is told to it but its hello."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    source = f"""
-server = socket.create_server(("127.0.0.1", {port}))
-def loop():
-    while True:
-        client, _ = server.accept()
-        client.sendall({ESCAPE!r}.encode() * 10)
-threading.Thread(target=loop, daemon=True).start()
-"""
-    place = ("--rdzv-backend", "tcp", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "join_timeout=4")
-    with another_user(source):
-        ended = holdfast.run("--nnodes", "1", *place, holdfast.script("pass"))
-    assert ended.code == 1
-    assert "is not a holdfast coordinator" in ended.err
-    check_plain(ended.err)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -180,33 +178,3 @@ while True:
     time.sleep(0.1)
 """
     check(run(holdfast, source, "--nproc-per-node", "2", "--grace-period", "3"))
-
-
-def test_a_worker_that_stops_its_spawner(holdfast: Holdfast) -> None:
-    """The agent notices that the spawner stands still, and ends, or makes it go on; it does not wait for ever."""
-    cost = run(holdfast, "os.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(1)\nos._exit(3)\n", deadline_s=30)
-    assert cost.ended.code != 0
-
-
-def test_a_signal_to_an_agent_whose_spawner_is_stopped(holdfast: Holdfast) -> None:
-    script = holdfast.script(PRELUDE + "os.kill(os.getppid(), signal.SIGSTOP)\nopen('stopped', 'w')\ntime.sleep(600)")
-    running = holdfast.start("--grace-period", "2", script)
-    try:
-        while not (holdfast.directory / "stopped").exists():
-            time.sleep(0.01)
-            assert running.process.poll() is None
-        running.send(signal.SIGTERM)
-        ended = running.wait(LONGEST_S)
-    finally:
-        end(running)
-    assert ended.code == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize("name", ["HOLDFAST_TOKEN", "HOLDFAST_ETCD_PASSWORD"])
-def test_secrets_of_the_agent_do_not_reach_its_workers(holdfast: Holdfast, name: str) -> None:
-    secret = "a secret of 16 or more bytes"
-    script = holdfast.script("import os\nprint(open('/proc/self/environ').read() + str(dict(os.environ)))")
-    ended = holdfast.run(script, env={name: secret})
-    assert ended.code == 0
-    assert secret not in ended.out
-    assert os.environ.get(name) is None

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli.main import COMMANDS
 from tests import support
-from tests.e2e.command import Ended, Holdfast
+from tests.e2e.command import COMMAND, DEADLINE_S, Ended, Holdfast
 from tests.promises import promise, proves
 
 OK = "import sys; sys.stdout.write('fine\\n')"
@@ -226,10 +227,24 @@ def test_a_pipe_that_is_closed_kills_the_worker_that_writes_to_it(holdfast: Hold
     assert ended.last.startswith("Cause: rank 0 was killed by SIGPIPE")
 
 
-def test_help_for_a_reader_that_goes_away(holdfast: Holdfast) -> None:
-    first, ended = head(holdfast, "--help")
-    assert first.startswith("usage: holdfast run")
-    assert (ended.code, ended.err) == (0, "")
+@promise("""cli.reader-gone-quiet: A reader of the standard output that has gone (`| head -1`) ends every command
+    quietly, whatever it prints: its help, a listing, the state or the logs of a run.""")
+def test_every_command_is_quiet_if_the_reader_of_its_output_has_gone(holdfast: Holdfast) -> None:
+    job = holdfast.script("print('begun', flush=True); import signal; signal.pause()")
+    run = holdfast.start("--standalone", "--rdzv-id=read", "--log-dir=logs", "-t3", job)
+    support.wait_until(lambda: "begun" in run.so_far().out, "the worker to begin")
+    printing = ["ps", "status read", "top read --json", "logs read", "logs read -f", "stacks read", "snapshots read"]
+    printing += ["completion bash", "token", "render slurm --nnodes 2 job.py", "notice read", "stop read"]
+    lines = ["--help", "--version", *(f"{name} --help" for name in COMMANDS), *printing]
+    gone, write_fd = os.pipe()
+    os.close(gone)
+    env, ended = {"PYTHONUNBUFFERED": ""}, {}  # Text that Python holds back is written when nothing catches an error.
+    for line in lines:
+        running = holdfast.start(*line.split(), command=(COMMAND,), env=env, stdout=write_fd)
+        ended[line] = running.process.wait(DEADLINE_S), running.so_far().err
+    os.close(write_fd)
+    assert run.wait().code == 94
+    assert {line: end for line, end in ended.items() if end != (0, "")} == {}
 
 
 @pytest.mark.parametrize(("source", "code"), [(OK, 0), ("raise ValueError('boom')", 1)])

@@ -151,6 +151,26 @@ def test_the_report_of_a_failure_stays_on_the_page(scene: Scene, page: Any) -> N
     assert scene.ended() == {"a": 1, "b": 1}
 
 
+@proves("dashboard.notice")
+def test_a_notice_is_drawn_while_it_stands(scene: Scene, page: Any) -> None:
+    page.goto(start_two(scene, "--dashboard-linger", "1"))
+    await_text(page, "#sentence", r"^All 4 workers are running\.$")
+    assert page.locator("#notice").is_hidden()
+    scene.ask("notice", scene.run_id, "--node", "1", "--in", "5m", "--reason", HOSTILE)
+    await_text(page, "#notice-text", r"^\S+ goes away in (4 m \d\d s|5 m 00 s), at \d+:\d\d:\d\d")
+    goes = text_of(page, "#notice-text").partition(" ")[0]
+    assert text_of(page, "#notice-reason") == HOSTILE
+    assert text_of(page, "#cells .going p") == f"node 1 {goes}, goes away"
+    assert page.locator("#cells .going").count() == 1
+    scene.ask("notice", scene.run_id, "--node", "1", "--withdraw")
+    page.locator("#notice").wait_for(state="hidden")
+    assert page.locator("#cells .going").count() == 0
+    assert page.evaluate("window.owned") is None
+    page.goto("about:blank")
+    scene.ask("stop", scene.run_id)
+    assert scene.ended() == {"a": 94, "b": 94}
+
+
 @promise("dashboard.log-lines-host-names: Log lines, host names and causes stay text, whatever is in them.")
 def test_hostile_names_and_lines_stay_text(page: Any) -> None:
     run = StandIn(2, 2, name=HOSTILE + "{}")
@@ -259,6 +279,7 @@ def test_it_fits_into_360_pixels(scheme: str, shape: tuple[int, int]) -> None:
     run = StandIn(*shape, name="a-host-with-a-very-long-name.rack-17.row-4.building-2.example-{}")
     run.round, run.causes = 2, ["rank 0 failed: " + "x" * 300, ""]
     run.log = "a-very-long-word-without-blanks" * 50 + "\n"
+    run.notice = {"left_s": 100.0, "nodes": run.node_names[:8], "node_count": shape[0], "reason": "x" * 300}
     support.leave_to_test_all("a browser")
     support.need_tools("chromium")
     size = {"width": 360, "height": 740}
@@ -266,6 +287,7 @@ def test_it_fits_into_360_pixels(scheme: str, shape: tuple[int, int]) -> None:
         page.goto(stage.url)
         await_text(page, "#workers", f"of {shape[0] * shape[1]:,} running")
         await_text(page, "#log", "a-very-long-word")
+        await_text(page, "#notice-text", r"away in 1 m 40 s, at ")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         wide = page.evaluate(
             "[...document.querySelectorAll('main *')].filter((e) => e.getBoundingClientRect().right > 361"

@@ -6,8 +6,9 @@ import json
 import re
 import shlex
 import signal
+import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from tests import support
 from tests.e2e.command import COMMAND, Ended, Holdfast, Running, ends_of
+from tests.network import Network
 from tests.promises import promise, proves
 from tests.support import Mailbox
 
@@ -108,6 +110,37 @@ def test_workers_that_go_on_are_stopped_in_time(job: Callable[..., Running], mai
     ended = running.wait()
     assert ended.code == 95
     assert "(SIGUSR1), stopping the workers (up to 0.5 s)" in ended.err
+
+
+@promise("""notice.while-stopping: A notice, or a signal to pass on, that comes while the workers are being stopped
+    changes nothing: they keep their grace, and the exit code is that of the stop.""")
+def test_signals_that_come_while_the_workers_are_being_stopped(holdfast: Holdfast) -> None:
+    script = holdfast.script(
+        """
+        import signal, sys, time
+        from pathlib import Path
+
+        def end(*_):
+            Path("stopping").touch()
+            while not Path("go").exists():
+                time.sleep(0.01)
+            print("saved")
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, end)
+        Path("ready").touch()
+        time.sleep(600)
+        """
+    )
+    running = holdfast.start("--standalone", "--pass-signals=SIGUSR2", script)
+    support.wait_until((holdfast.directory / "ready").exists, "the worker runs")
+    running.send(signal.SIGTERM)
+    support.wait_until((holdfast.directory / "stopping").exists, "it is being stopped")
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        running.send(number)
+    (holdfast.directory / "go").touch()
+    ended = running.wait()
+    assert (ended.code, ended.lines) == (128 + signal.SIGTERM, ["saved"]), str(ended)
 
 
 @promise("""notice.command: `holdfast notice` announces that the nodes of a run on this host go away, and withdraws
@@ -241,6 +274,96 @@ def test_http(job: Callable[..., Running], mailbox: Mailbox, holdfast: Holdfast)
     given = told(holdfast, "job7", f"--health-address=127.0.0.1:{port}", "--in=0", HOLDFAST_TOKEN=TOKEN)
     assert given.code == 0, str(given)
     assert running.wait().code == 95
+
+
+# Posts twice with one nonce and the proof of the token in argv[2], and prints the answers.
+TWICE = """
+import json, sys, urllib.error, urllib.request
+from holdfast.rendezvous.membership import keys
+from holdfast.telemetry import notice_http
+
+def ask(path, body=None, headers={}):
+    try:
+        return json.load(urllib.request.urlopen(urllib.request.Request(f"http://10.77.0.1:29401{path}", body, headers)))
+    except urllib.error.HTTPError as error:
+        return {"reason": f"{error.code}: {json.load(error)['reason']}"}
+
+nonce, body = ask("/notice/nonce")["nonce"], b'{"in_s": 300, "reason": "twice"}'
+proof = notice_http.proof(keys.notice_key(sys.argv[2].encode(), sys.argv[1]), nonce, body)
+headers = {"Content-Type": "application/json", "X-Holdfast-Nonce": nonce, "X-Holdfast-Proof": proof}
+for _ in range(2):
+    print(ask("/notice", body, headers).get("reason", "given"))
+"""
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    made = Network("ab")
+    yield made
+    made.close()
+
+
+@proves("notice.http-proof", "notice.docs")
+def test_http_from_another_host(mailbox: Mailbox, holdfast: Holdfast, network: Network) -> None:
+    """The commands and the program of the page, where node7 is the host a."""
+    a, b = (network.within(network.namespace(name)) for name in "ab")
+    holdfast.script(WORKER)
+
+    def on_a(port: int, **variables: str) -> Running:
+        where = ("--rdzv-backend=tcp", f"--rdzv-endpoint=10.77.0.1:{port}", "--health-port=[::]:29401")
+        words = (f"--rdzv-id={holdfast.mark}", *where, "job.py", str(mailbox), "wait")
+        running = holdfast.start(*words, command=(*a, COMMAND, "run"), env=variables)
+        mailbox.take(1)
+        return running
+
+    def on_b(line: str) -> Ended:
+        line = line.replace("node7", "10.77.0.1").replace("127.0.0.1", "10.77.0.1")
+        program, *words = shlex.split(line)
+        return told(
+            holdfast, *words, command=(*b, {"holdfast": COMMAND, "python": sys.executable}.get(program, program))
+        )
+
+    text = PAGE.read_text()
+    by_command, by_curl = re.findall(r"^.*29401.*$", re.findall(r"^```sh\n(.*?)^```$", text, re.M | re.S)[1], re.M)
+    [by_program] = re.findall(r"`(python notice.py .*)`", text)
+    [program] = [each for each in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) if "urllib" in each]
+    holdfast.script(program, "notice.py")
+    made = {"token": TOKEN, "wrong": f"{TOKEN}!"}
+    for name in ("token", "wrong"):
+        support.write_secret(holdfast.directory / name, made[name])
+        made[name] = told(holdfast, "--run", "job7", "--token-file", name, command=(COMMAND, "token")).out
+        support.write_secret(holdfast.directory / f"{name}-of-{holdfast.mark}", made[name])
+
+    running = on_a(29400, HOLDFAST_TOKEN=TOKEN)
+    for line in (by_command.replace("-file token", "-file wrong"), by_program.replace("token-of", "wrong-of")):
+        ended = on_b(line)
+        assert (ended.code, "403" in ended.err or "the proof is wrong" in ended.err) == (1, True), f"{line}\n{ended}"
+    ended = on_b(by_curl)
+    assert (ended.code, "no nonce, or one that was used or is too old" in ended.out) == (0, True), str(ended)
+    assert mailbox.rest() == []
+    for line, reason in ((by_command, ".*holdfast notice, by .*"), (by_program, "spot")):
+        ended = on_b(line)
+        assert ended.code == 0, f"{line}\n{ended}"
+        assert re.fullmatch(f"0 hears True False {reason}", mailbox.take(1)[0])
+        assert told(holdfast, "job7", "--withdraw").code == 0
+        assert mailbox.take(1) == ["0 all clear"]
+    holdfast.script(TWICE, "twice.py")
+    wrong = "403: the proof is wrong: another token, or another run"
+    used = "403: no nonce, or one that was used or is too old: get one at /notice/nonce"
+    assert on_b(f"python twice.py job7 '{TOKEN}!'").lines == [wrong, used]
+    assert on_b(f"python twice.py job7 '{TOKEN}'").lines == ["given", used]
+    assert mailbox.take(1) == ["0 hears True False twice"]
+    running.send(signal.SIGTERM)
+    running.wait()
+    running = on_a(29410)  # Without a token.
+    ended = on_b(by_program)
+    assert (ended.code, "403" in ended.err) == (1, True), str(ended)
+    ended = on_b(by_curl)
+    assert "this run has no token, so notice can be given on its own host only" in ended.out, str(ended)
+    assert told(holdfast, *shlex.split(by_curl)[1:], command=(*a, "curl")).code == 0, "but on its own host"
+    assert mailbox.take(1)[0].startswith("0 hears True False")
+    running.send(signal.SIGTERM)
+    running.wait()
 
 
 def test_events(job: Callable[..., Running], mailbox: Mailbox, holdfast: Holdfast) -> None:

@@ -144,6 +144,36 @@ def test_a_python_below_a_shell_is_asked_too(holdfast: Holdfast) -> None:
     assert [line for line in ended.lines if line.startswith("1:")] == ["1: second", "1: first"], str(ended)
 
 
+@proves("workers.on-stop")
+def test_children_that_import_the_main_module_change_nothing(holdfast: Holdfast) -> None:
+    """One has ended before the stop, another one is there and has nothing to do that takes time."""
+    script = holdfast.script(
+        JOB
+        + """
+import multiprocessing
+is_child = __name__ != "__main__"
+holdfast.on_stop(lambda: (time.sleep(0 if is_child else 0.5), say("child" if is_child else "closed")))
+
+def work():
+    Path(f"child{rank}").touch()
+    time.sleep(600)
+
+if not is_child:
+    context = multiprocessing.get_context("spawn")
+    first = context.Process(target=time.sleep, args=(0,))
+    first.start()
+    first.join()
+    context.Process(target=work, daemon=True).start()
+    while not Path(f"child{rank}").exists():
+        time.sleep(0.01)
+    wait()
+    time.sleep(600)
+"""
+    )
+    ended = holdfast.run("--standalone", "--nproc-per-node=2", script)
+    assert ended.lines == ["1: closed"], str(ended)
+
+
 def test_without_holdfast_and_in_a_worker_that_ends_by_itself_nothing_is_called(holdfast: Holdfast) -> None:
     source = "import holdfast\nholdfast.on_stop(lambda: print('called'))\nprint('end')\n"
     script = holdfast.script(source)

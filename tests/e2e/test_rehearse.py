@@ -65,12 +65,15 @@ def test_a_job_that_begins_anew_with_another_result_does_not(holdfast: Holdfast)
         (("--hosts=a,b", "--ssh=no-such-ssh", JOB), "there is no 'no-such-ssh' on PATH"),
         ((), "a script to run is required"),
         (("--seed=x", JOB), "--seed"),
+        (("--trial-timeout=0", JOB), "--trial-timeout: '0' is not a number of seconds above 0"),
+        (("--expect-output=(", JOB), "--expect-output: '(' is no regular expression"),
+        (("--snapshot-dir=/ckpt", JOB), "--snapshot-dir /ckpt: a real run may have its snapshots there"),
+        (("--preload=json", "--preload-keep=1h", JOB), "--preload-keep: a rehearsal decides that"),
     ],
 )
-def test_wrong_words(holdfast: Holdfast, words: tuple[str, ...], problem: str) -> None:
-    ended = rehearse(holdfast, *words)
-    assert ended.code == 2
-    assert problem in ended.last
+@pytest.mark.usefixtures("restored_logger")
+def test_wrong_words(words: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert problem in support.refused(capsys, 2, "rehearse", *words)
 
 
 @proves("rehearse.faults")
@@ -128,4 +131,5 @@ def test_a_job_that_fails_undisturbed_shows_its_output(holdfast: Holdfast) -> No
     ended = rehearse(holdfast, holdfast.script("raise SystemExit('no data')"))
     assert ended.code == 1
     assert "undisturbed: the run ended with exit code 1" in ended.lines
+    assert ended.lines[-1].startswith("no fault was tried; compared: ")
     assert "no data" in ended.err

@@ -137,9 +137,11 @@ def entry_of(kind: str, directory: Path) -> tuple[Any, ...]:
     return (support.write_script(directory / "live.sh", LIVE_BASH, executable=True),)
 
 
-LIVES = [(kind, outcome, 2) for kind in ("function", "script", "binary") for outcome in ("success", *ENDS)]
-LIVES.remove(("binary", "raise", 2))  # It has no exceptions.
-LIVES.append(("function", "exit", 0))
+# Every kind with every end is in test_processes.py.
+LIVES = [
+    ("function", "success", 2), ("function", "raise", 2), ("script", "exit", 2), ("binary", "SIGSEGV", 2),
+    ("function", "exit", 0),
+]  # fmt: skip
 
 
 @promise("""restarts.failed-group-restarted-max: A failed group is restarted `max_restarts` times, and then the run has
@@ -263,11 +265,6 @@ def check_five_nodes(meeting: Meeting) -> None:
 
 @promise("""rendezvous.nodes-meet-through-handler: Nodes that meet through the handler of another package, also one that
     returns a store of torch, agree about ranks, whatever their roles and sizes.""")
-def test_nodes_of_different_sizes_and_roles() -> None:
-    check_five_nodes(Meeting(5))
-
-
-@proves("rendezvous.nodes-meet-through-handler")
 def test_nodes_that_share_a_store_of_torch() -> None:
     from torch.distributed import PrefixStore, TCPStore
 

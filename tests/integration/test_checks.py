@@ -108,6 +108,7 @@ def test_a_full_disk_fails_its_check(run: Run, tmp_path: Path) -> None:
         ("echo fine", "passed", "fine"),
         ("sh -c 'echo one; echo two >&2; echo; exit 3'", "failed", "exit code 3: two"),
         ("sh -c 'kill -SEGV $$'", "failed", "killed by SIGSEGV"),
+        ("sh -c 'kill -36 $$'", "failed", "killed by signal 36"),
         ("/nowhere/check --fast", "failed", "exit code 127: cannot start '/nowhere/check': No such file or directory"),
         ("/etc/passwd", "failed", "exit code 127: cannot start '/etc/passwd': Permission denied"),
         ("yes", "failed", "its output has no end; stopped after 16 MiB"),
@@ -256,7 +257,7 @@ def test_a_bad_node_is_told_from_its_partner(
     monkeypatch: pytest.MonkeyPatch, good_node: Callable[[], dict[str, Any]]
 ) -> None:
     bad = {"address": "127.0.0.1", "port": support.free_port(), "secret": "00" * 16}
-    a = {"turn": 0}
+    a = {"turn": 0, "timeout_s": 60.0}
     listening(monkeypatch, {"b": good_node()})
     assert " MB/s to b, " in link.link(a)
     listening(monkeypatch, {"b": bad, "c": good_node()})
@@ -271,6 +272,39 @@ def test_a_bad_node_is_told_from_its_partner(
         link.link(a)
 
 
+@proves("checks.link")
+def test_a_partner_that_stands_still_does_not_use_up_the_time_of_the_check(
+    monkeypatch: pytest.MonkeyPatch, good_node: Callable[[], dict[str, Any]]
+) -> None:
+    """A check that is killed at its time-out has failed, and this node would stay out."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        still = {"address": "127.0.0.1", "port": listener.getsockname()[1], "secret": "00" * 16}
+        listening(monkeypatch, {"b": still, "c": good_node()})
+        began = time.monotonic()
+        said = link.link({"turn": 0, "timeout_s": 10.0})
+    assert time.monotonic() < began + 10.0
+    assert "no transfer with b (timed out)" in said
+
+
+def test_of_a_large_run_a_node_asks_for_two_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Agent:
+        node_id = "n7"
+
+        def ask_run(self, request: dict[str, Any], node_id: str = "", timeout_s: float = 3.0) -> Any:
+            asked.append(first := request.get("first", 0))
+            nodes = [{"node_id": f"n{first + each}", "is_connected": True, "state": "waiting"} for each in range(256)]
+            return {"nodes": nodes, "next_page": first + 256, "node_count": 10_000, "max_nodes": 10_000}
+
+    found = {tuple(link._find(Agent(), turn, 5.0)) for turn in range(40)}  # type: ignore[arg-type]
+    assert len(asked) <= 80
+    assert {*asked} == {first * 256 for first in range(40)}
+    assert len(found) == 40
+
+
 def test_a_stranger_without_the_secret_gets_nothing(good_node: Callable[[], dict[str, Any]]) -> None:
     import socket
 
@@ -282,7 +316,7 @@ def test_a_stranger_without_the_secret_gets_nothing(good_node: Callable[[], dict
             assert sock.recv(1) == b""
         except ConnectionResetError:
             pass
-    to, back = link._transfer(offer)
+    to, back = link._transfer(offer, time.monotonic() + support.DEADLINE_S)
     assert min(to, back) > 0, "it is still served"
 
 
@@ -297,20 +331,20 @@ class Told(Sink):
 def outcome_of(trouble: Callable[[int], None], **options: Any) -> tuple[CheckResult, str | None]:
     """What becomes of a check when something happens to the process that runs it."""
     told = Told()
-    plan = CheckPlan(parse_checks("sleep 600"), excludes=True, **options)
+    plan = CheckPlan(parse_checks("sh -c 'sleep 600; true'"), excludes=True, **options)
     checks = NodeChecks(plan, SoloCoordination(StandaloneRendezvous("r"), 1.0), (told,), lambda: "", lambda: "")
     assert checks.want_place(None) == ""
     assert checks._process is not None
     pid = checks._process.pid
-    support.wait_until(lambda: support.tree(pid), "the check runs")
-    [check] = support.tree(pid)
+    support.wait_until(lambda: len(support.tree(pid)) == 2, "the check runs")
+    check = support.tree(pid)
     trouble(pid)
     until = time.monotonic() + support.DEADLINE_S
     while not checks.poll() and time.monotonic() < until:
         deadline = checks.deadline()
         wait_readable(checks.fds(), max(0.0, deadline - time.monotonic()) if deadline is not None else 1.0)
     checks.end(RunEnd("left"))
-    assert not support.survivors([pid, check])
+    assert not support.survivors([pid, *check])
     [result] = told.results
     return result, checks.unready
 
@@ -319,7 +353,7 @@ def test_a_runner_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(node_checks, "_MARGIN_S", 0.5)
     result, unready = outcome_of(support.halt, timeout_s=1.5)
     assert (result.state, result.text) == ("failed", "no answer of its process")
-    assert unready == "its check sleep 600 failed: no answer of its process"
+    assert unready == "its check sh -c 'sleep 600; true' failed: no answer of its process"
 
 
 @proves("checks.evidence")

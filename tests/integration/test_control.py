@@ -269,6 +269,23 @@ def test_the_name(serve: Callable[..., ControlSocket], home: Path) -> None:
     assert list(found_here()) == ["../a job/ä" + "x" * 200]
 
 
+def test_a_start_does_not_read_all_names_of_the_temporary_directory(
+    serve: Callable[..., ControlSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have a hundred thousand. The thread of the socket looks for sockets of dead agents later."""
+    read: list[str] = []
+    listdir = os.listdir
+
+    def record(path: str) -> list[str]:
+        if threading.current_thread() is threading.main_thread():
+            read.append(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", record)
+    serve()
+    assert read == []
+
+
 def test_where_sockets_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     own = f"holdfast-agents-{os.geteuid()}"
     for runtime, temporary, expected in (

@@ -63,23 +63,6 @@ def test_the_master_port_is_held_by_the_node_of_rank_0(server: CoordinatorProces
 
 
 @proves("coordinator.endpoint-run-node-run")
-@pytest.mark.parametrize("token", ["", "a secret of many bytes"], ids=["without a token", "with the token"])
-def test_a_node_of_another_run_is_refused_at_once(tmp_path: Path, token: str) -> None:
-    """The run that is served is named to those who know the token."""
-    file = tmp_path / "token"
-    support.write_secret(file, token)
-    options = ("--token-file", str(file)) if token else ()
-    config = {"token_file": str(file)} if token else {}
-    words = "serves the run 'one'; choose another port" if token else "serves another run; choose another port"
-    with coordinator(tmp_path, *options) as server, node(server.port, "1", "one", **config) as a:
-        form(a)
-        for _ in range(2):
-            with node(server.port, "1", "two", **config) as b, pytest.raises(RendezvousConnectionError, match=words):
-                Caller(b.next_rendezvous).result(5)
-        assert not a.is_closed()
-
-
-@proves("coordinator.endpoint-run-node-run")
 def test_runs_are_served_one_after_another(server: CoordinatorProcess) -> None:
     """A handshake fixes nothing; a run that is over, or has no node for a lease, gives way."""
     with Peer(server.port) as looked_in:
@@ -391,12 +374,6 @@ def writer_of(pipe: Path) -> int | None:
         return None
 
 
-def command(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast", "coordinator", *options], capture_output=True, text=True, timeout=60
-    )
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -412,23 +389,22 @@ def command(*options: str) -> subprocess.CompletedProcess[str]:
         (("--listen", "127.0.0.1:0", "--idle-timeout", "soon"), "--idle-timeout: 'soon' is not a duration"),
     ],
 )
-def test_wrong_options(options: tuple[str, ...], words: str) -> None:
-    ended = command(*options)
-    assert ended.returncode == 2
-    (line,) = ended.stderr.splitlines()
+@pytest.mark.usefixtures("restored_logger")
+def test_wrong_options(options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = support.refused(capsys, 2, "coordinator", *options)
     assert line.startswith("holdfast coordinator: error: ")
     assert words in line
 
 
-def test_a_port_that_is_taken(server: CoordinatorProcess) -> None:
+@pytest.mark.usefixtures("restored_logger")
+def test_a_port_that_is_taken(server: CoordinatorProcess, capsys: pytest.CaptureFixture[str]) -> None:
     """An error of the host, not of usage; so is an address of another host."""
     for address, reason in (
         (f"127.0.0.1:{server.port}", "the port is taken"),
         ("192.0.2.1:29400", "that is not an address of this host"),
     ):
-        ended = command("--listen", address)
-        assert ended.returncode == 1
-        assert ended.stderr == f"holdfast coordinator: error: cannot listen at {address}: {reason}\n"
+        line = support.refused(capsys, 1, "coordinator", "--listen", address)
+        assert line == f"holdfast coordinator: error: cannot listen at {address}: {reason}"
 
 
 @proves("coordinator.ends-run-node-connected")

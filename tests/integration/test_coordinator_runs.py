@@ -130,8 +130,9 @@ def test_a_node_that_comes_too_late_gets_the_outcome(
 
 @proves("coordinator.endpoint-run-node-run")
 def test_the_name_of_a_run_that_was_complete_is_free_at_once(server: CoordinatorProcess) -> None:
+    long: dict[str, Any] = {"last_call": 60, "close_linger": 60}  # However late the second node comes.
     for _ in range(2):
-        with node(server.port, "1:2", close_linger=30) as a, node(server.port, "1:2", close_linger=30) as b:
+        with node(server.port, "1:2", **long) as a, node(server.port, "1:2", **long) as b:
             succeed(a, b)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -271,16 +272,18 @@ def test_an_address_that_others_can_reach_needs_the_token(scene: Scene, token: s
 
 
 @proves("dashboard.port-taken-package-missing")
-def test_what_is_wrong_is_one_line(scene: Scene) -> None:
-    program = "holdfast dashboard: error: "
-    assert dashboards.refused(scene, "nothing", code=1).startswith(f"{program}run 'nothing' is not found on this host")
+@pytest.mark.usefixtures("restored_logger")
+def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = functools.partial(support.refused, capsys)
+    wrong = "holdfast dashboard: error: run 'nothing' is not found on this host"
+    assert refused(1, "dashboard", "nothing").startswith(wrong)
     for address in ("nowhere:x", "::1", "127.0.0.1:99999", ""):
-        assert repr(address) in dashboards.refused(scene, "--addr", address, code=2)
-    assert "'soon' is not a duration" in dashboards.refused(scene, "--linger", "soon", code=2)
-    assert "needs the name of the run" in dashboards.refused(scene, "--rdzv-endpoint", "127.0.0.1:1", code=2)
+        assert repr(address) in refused(2, "dashboard", "--addr", address)
+    assert "'soon' is not a duration" in refused(2, "dashboard", "--linger", "soon")
+    assert "needs the name of the run" in refused(2, "dashboard", "--rdzv-endpoint", "127.0.0.1:1")
     there = ["job7", "--rdzv-endpoint", f"127.0.0.1:{support.free_port()}"]
-    assert "no coordinator answers" in dashboards.refused(scene, *there, code=1)
-    assert "cannot be read" in dashboards.refused(scene, "--token-file", "nowhere", code=2)
+    assert "no coordinator answers" in refused(1, "dashboard", *there)
+    assert "cannot be read" in refused(2, "dashboard", "--token-file", "nowhere")
 
 
 @promise("""dashboard.port-taken-package-missing: A port that is taken, or a package that is missing on a node of

@@ -160,7 +160,7 @@ def sum_of_ranks() -> int:
 
 @proves("rendezvous.scripts-programs-functions")
 def test_a_torch_group(backend: dict[str, Any]) -> None:
-    if backend["rdzv_backend"] not in ("standalone", "tcp"):
+    if backend["rdzv_backend"] != "tcp":
         support.leave_to_test_all("torch on every backend")
     assert elastic_launch(config(**backend), sum_of_ranks)() == {0: 6, 1: 6, 2: 6, 3: 6}
 
@@ -224,6 +224,7 @@ def recorded() -> Iterator[mock.Mock]:
         yield record
 
 
+@pytest.mark.parametrize("backend", ["tcp"], indirect=True)
 def test_workers_that_fail(backend: dict[str, Any], tmp_path: Path, files: Path, recorded: mock.Mock) -> None:
     launch = elastic_launch(config(**backend), sys.executable)
     with pytest.raises(ChildFailedError) as caught:

@@ -22,41 +22,28 @@ from tests.relay import Relay
 LONG_S = 60  # For a wait that the test says will not happen.
 
 
-@pytest.fixture
-def mark() -> str:
-    return os.environ[support.TEST_MARK]
-
-
-@pytest.fixture(params=["tcp", "etcd"])
-def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path, mark: str) -> Iterator[Scene]:
+@pytest.fixture(params=["tcp", pytest.param("etcd", marks=support.only_in_test_all("etcd for every rule"))])
+def scene(request: pytest.FixtureRequest, etcd: EtcdServer, tmp_path: Path) -> Iterator[Scene]:
+    """The rules are those of one machine, so most are tried on etcd by `make test-all` alone."""
     endpoint = etcd.get_endpoint() if request.param == "etcd" else ""
-    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], mark, etcd=endpoint) as stage:
+    with nodes.scene(tmp_path / uuid.uuid4().hex[:8], os.environ[support.TEST_MARK], etcd=endpoint) as stage:
         yield stage
 
 
 at_a_coordinator = pytest.mark.parametrize("scene", ["tcp"], indirect=True)
 """For what is about an endpoint that the user has chosen."""
 
+always_on_etcd = pytest.mark.parametrize("scene", ["tcp", "etcd"], indirect=True)
+
 
 def last_line(log: str) -> str:
     return log.strip().splitlines()[-1]
 
 
-@promise("""nodes.maximum-number-round-begins: At the maximum number of nodes a round begins at once, below it after the
-    last call.""")
-def test_at_max_nodes_a_round_begins_at_once(scene: Scene) -> None:
-    for name in "ab":
-        scene.start(name, "1:2", "--nproc-per-node", "4", last_call=LONG_S)
-    lives = scene.await_world(8)
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 0}
-    assert len(scene.lives()) == 8
-    assert {life.round for life in lives} == {1}
-
-
 @promise("""nodes.requested-ranks-honoured-roles: Requested ranks are honoured. Roles and sizes may differ from node to
     node.""")
 @proves("etcd-runs.promises-runs-coordinator-hold")
+@always_on_etcd
 def test_requested_ranks_are_honoured(scene: Scene) -> None:
     ranks = {"a": 2, "b": 0, "c": 1}
     for name, rank in ranks.items():
@@ -93,6 +80,7 @@ def test_a_script_that_differs_from_that_of_node_0_causes_one_warning(scene: Sce
 
 
 @proves("nodes.rejected-settings-differ-requested", "etcd-runs.mistake-causes-clear-line")
+@always_on_etcd
 def test_a_node_with_other_settings_is_refused(scene: Scene) -> None:
     scene.start("a", "1:2")
     scene.await_world(1)
@@ -122,39 +110,6 @@ def test_a_failure_restarts_the_workers_of_all_nodes(scene: Scene) -> None:
         assert "restart 1 of 3" in agent.log
 
 
-@promise("nodes.restarts-failure-ends-run: Without restarts a failure ends the run on all nodes.")
-@promise("""nodes.end-failed-run-shows: At the end of a failed run every node shows the cause with the same traceback,
-    wherever it happened. The evidence that a node sends is bounded and is shown without control characters. Whatever
-    the nodes send, the outcome fits into a message.""")
-def test_every_node_shows_the_traceback_of_the_cause(scene: Scene) -> None:
-    agents = [scene.start(name, "3") for name in "abc"]
-    scene.await_world(3)
-    scene.order("raise the cause", rank=1, round=1)
-    assert scene.ended() == {"a": 1, "b": 1, "c": 1}
-    roots = [agent.log.split("Root Cause", 1)[1] for agent in agents]
-    for root in roots:
-        assert "Traceback (most recent call last)" in root
-        assert "the cause" in root
-        assert "(local_rank: 0)" in root
-    assert len({re.sub(r"Stopped by holdfast: [^\n]*\n", "", root) for root in roots}) == 1
-
-
-@promise("nodes.killed-worker-failure-like: A killed worker is a failure like any other.")
-@promise("""nodes.restart-budget-belongs-whole: The restart budget belongs to the whole run, and at its end every node
-    prints the same last line.""")
-@proves("etcd-runs.promises-runs-coordinator-hold")
-def test_the_budget_is_of_the_run(scene: Scene) -> None:
-    agents = [scene.start(name, "3", "--max-restarts", "2") for name in "abc"]
-    os.kill(scene.await_world(3)[0].pid, signal.SIGKILL)
-    for rank in (1, 2):
-        scene.await_world(3, after=rank)
-        scene.order("exit 3", rank=rank, round=rank + 1)
-    assert scene.ended() == {"a": 1, "b": 1, "c": 1}
-    assert {life.restarts for life in scene.lives()} == {0, 1, 2}
-    assert len({last_line(agent.log) for agent in agents}) == 1, "every node tells the same cause"
-    assert "rank 2 exited with code 3" in last_line(agents[0].log)
-
-
 @promise("""nodes.worker-starts-slowest-worker: No worker starts before the slowest worker of the previous round is
     gone, on any node.""")
 def test_nobody_starts_before_a_stubborn_worker_is_gone(scene: Scene) -> None:
@@ -171,25 +126,12 @@ def test_nobody_starts_before_a_stubborn_worker_is_gone(scene: Scene) -> None:
     assert min(life.started_at for life in second) - failed.last_seen_at > 1e9
 
 
-@promise("""nodes.finishes-early-waits-starts: A node that finishes early waits for the others, and starts again with
-    them if one fails.""")
-def test_a_node_that_finished_early_restarts_with_the_others(scene: Scene) -> None:
-    for name in "ab":
-        scene.start(name, "2", "--max-restarts", "1")
-    lives = scene.await_world(2)
-    scene.order("exit 0", rank=0, round=1)
-    assert not support.survivors([lives[0].pid])
-    scene.order("exit 3", rank=1, round=1)
-    scene.await_world(2, after=1)
-    scene.order("exit 0")
-    assert scene.ended() == {"a": 0, "b": 0}
-
-
 @promise("""nodes.run-grows-shrinks-runs: The run grows and shrinks while it runs. Workers get their grace period, and
     no restart is charged.""")
 @promise("""etcd-runs.promises-runs-coordinator-hold: The promises for runs at a coordinator hold on etcd: forming,
     failures, growing, shrinking, standing by, leaving, requested ranks, rejections, the budget of the run.""")
 @proves("restarts.nodes-wait-use-budget")
+@always_on_etcd
 def test_growing_and_shrinking_is_not_charged(scene: Scene) -> None:
     scene.start("a", "1:3", "--log-dir", "logs", "--redirects", "3")
     scene.await_world(1)
@@ -206,20 +148,6 @@ def test_growing_and_shrinking_is_not_charged(scene: Scene) -> None:
     assert all(life.was_asked_to_stop for life in scene.lives() if life.round < fourth[0].round)
     logs = list((scene.home / "logs").glob("*/attempt_*/0/stdout.log"))
     assert len(logs) == len(scene.lives(node="a")), "every round keeps its logs"
-
-
-@promise("nodes.admit-restart-newcomer-waits: With `--admit on-restart` a newcomer waits for the next restart.")
-def test_a_newcomer_waits_for_the_next_restart_if_told_so(scene: Scene) -> None:
-    a = scene.start("a", "1:2", "--max-restarts", "1", admit="on-restart")
-    scene.await_world(1)
-    b = scene.start("b", "1:2", "--max-restarts", "1", admit="on-restart")
-    b.await_line("this node stands by")
-    assert len(scene.lives()) == 1
-    scene.order("exit 3", round=1)
-    assert [life.node for life in scene.await_world(2)] == ["a", "b"]
-    scene.order("exit 0", round=2)
-    assert scene.ended() == {"a": 0, "b": 0}
-    assert "joins" not in a.log
 
 
 @promise("""nodes.exceeds-maximum-stands-takes: A node that exceeds the maximum stands by, takes the place of a lost
@@ -268,22 +196,8 @@ def test_a_lost_node_explains_the_failures_around_it(scene: Scene, how: str) -> 
 
 @promise("""nodes.signal-agent-makes-leave: A signal to an agent makes that node leave and no other, also while it waits
     for others, stands by, has finished, or stops its workers.""")
-def test_a_node_that_is_told_to_stop_leaves_the_run(scene: Scene) -> None:
-    agents = {name: scene.start(name, "1:2", last_call=LONG_S) for name in "ab"}
-    leaver = agents[scene.await_world(2)[0].node]
-    leaver.send(signal.SIGTERM)
-    assert leaver.wait() == 143
-    second = scene.await_world(1, after=1)
-    scene.order("exit 0", round=second[0].round)
-    codes = scene.ended()
-    assert codes.pop(leaver.name) == 143
-    assert list(codes.values()) == [0]
-    other = agents[second[0].node]
-    assert re.search(rf"-{leaver.pid}-\S+ leaves", other.log)
-    assert {life.restarts for life in second} == {0}
-
-
-@proves("nodes.signal-agent-makes-leave", "etcd-runs.run-key-thread-process")
+@proves("etcd-runs.run-key-thread-process")
+@always_on_etcd
 def test_a_standby_may_leave(scene: Scene) -> None:
     """That is no loss: when the run ends it is not kept for a node that may come back."""
     scene.start("a", "1", close_linger=2 * LONG_S)
@@ -340,6 +254,7 @@ def test_a_frozen_agent_loses_its_workers_in_time(scene: Scene) -> None:
     outcome and exits like the run; the end is known for a day. A node that knows of no past begins a new run under the
     same id, after `close_linger` if nodes of the old one may still come.""")
 @pytest.mark.parametrize("how", ["exit 0", "exit 3"], ids=["succeeded", "failed"])
+@always_on_etcd
 def test_a_node_that_comes_back_after_the_end_exits_like_the_run(scene: Scene, how: str) -> None:
     """It was frozen until its run was over and forgotten. It must not run the whole job again alone."""
     settings = {"last_call": LONG_S, "lease": SHORT_S, "close_linger": 0.2}
@@ -401,6 +316,8 @@ def test_a_connection_that_breaks_and_is_made_again_disturbs_nobody(scene: Scene
     assert scene.ended() == {"a": 0, "b": 0}
 
 
+@promise("""nodes.restart-budget-belongs-whole: The restart budget belongs to the whole run, and at its end every node
+    prints the same last line.""")
 @promise("""nodes.static-share-failures-restarts: `static` nodes also share failures and restarts, and a lost one can be
     replaced.""")
 @at_a_coordinator
@@ -442,6 +359,7 @@ OUTLIVING = {"lease": 5, "reconnect_grace": 2, "drop_timeout": 3}
     the workers keep running.""")
 @promise("""etcd-runs.workers-keep-running: Workers keep running when the coordinator process is killed. The agent that
     started it may be killed, and the coordinator keeps running.""")
+@always_on_etcd
 def test_training_goes_on_while_the_coordinator_is_replaced(scene: Scene) -> None:
     for name in "ab":
         scene.start(name, "2", "--max-restarts", "1", **OUTLIVING)
@@ -471,6 +389,7 @@ def is_past(scene: Scene, lives: list[nodes.Life], seconds: float) -> bool:
 @promise("""coordinator.outlives-agent-started: The coordinator outlives the agent that started it. Several agents on
     one host start only one.""")
 @proves("etcd-runs.workers-keep-running")
+@always_on_etcd
 def test_the_coordinator_outlives_the_agent_that_started_it(scene: Scene) -> None:
     a = scene.start("a", "1:2", last_call=LONG_S)
     coordinator = scene.await_coordinator()
@@ -582,8 +501,6 @@ dist.destroy_process_group()
 @proves("etcd-runs.promises-runs-coordinator-hold")
 def test_a_torch_job_loses_a_node_and_ends_with_the_right_sum(scene: Scene) -> None:
     """All-reduces are under way, so the survivors fail, too; no restart is allowed, and none is charged."""
-    if scene.etcd:
-        support.leave_to_test_all("torch on every backend")
     count, times = 100, {"last_call": LONG_S, "lease": SHORT_S}
     script = support.write_script(scene.home / "training.py", TRAINING)
     agents = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from holdfast.errors import HostError
 from holdfast.observe import ask
 from tests import nodes, support
 from tests.certificates import make_certificates
+from tests.e2e import test_snapshot_runs as programs
 from tests.nodes import Scene
 from tests.promises import promise, proves
 
@@ -188,6 +190,90 @@ def copied_steps(run: Training) -> list[int]:
     """Steps of which each rank is on two nodes."""
     both = [each for each in run.listed(run.run_id) if len(each["places"].get("copy", ())) == 2]
     return [each["step"] for each in both if not each["missing"] and len(each["places"].get("memory", ())) == 2]
+
+
+class TorchTraining:
+    """`snapshot_training.py` on two nodes with a worker each; a node that is lost is replaced."""
+
+    def __init__(self, run: Training, kind: str, steps: int, chance: random.Random) -> None:
+        self._run, self._args, self._chance, self._count = run, (kind, str(steps), "0"), chance, 0
+        self._modules = programs.PRELOAD[kind]
+        self.agents = [self._start() for _ in range(2)]
+
+    def _start(self) -> nodes.Node:
+        self._count += 1
+        options = ["--token-file", str(self._run.token), "--snapshot-copies", "1", "--max-restarts", "100"]
+        more: Any = {"script": str(programs.PROGRAM), "args": self._args}
+        return self._run.start(f"n{self._count}", "2", *options, "--preload", self._modules, **more)
+
+    def begun(self) -> list[list[programs.Line]]:
+        lines = [programs.lines_of(self._run.home, rank) for rank in range(2)]
+        return [[line for line in each if line.what == "begin"] for each in lines]
+
+    def pause_at(self, step: int) -> None:
+        (self._run.home / "pause.new").write_text(str(step))
+        (self._run.home / "pause.new").rename(self._run.home / "pause")
+
+    def await_step(self, step: int, after_attempt: int = -1) -> None:
+        def is_there() -> bool:
+            ends = [each[-1] for each in self.begun() if each]
+            return len(ends) == 2 and all(line.step >= step and line.attempt > after_attempt for line in ends)
+
+        self._run.wait_for(is_there, f"step {step} after attempt {after_attempt}", 180)
+
+    # The faults. Each returns the oldest step with which the training may go on.
+
+    def worker(self) -> int:
+        ends = [each[-1] for each in self.begun()]
+        for line in self._chance.sample(ends, self._chance.randint(1, 2)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(line.pid, signal.SIGKILL)
+        return min(line.step for line in ends)
+
+    def node(self) -> int:
+        copied = self._run.wait_for(lambda: copied_steps(self._run), "a step that was copied")
+        victim = self._chance.randrange(2)
+        self.agents[victim].send(signal.SIGKILL)
+        self.agents[victim] = self._start()
+        return max(copied) + 1
+
+    def coordinator(self) -> int:
+        step = min(each[-1].step for each in self.begun())
+        os.kill(self._run.await_coordinator(), signal.SIGKILL)
+        return step
+
+
+@promise(
+    "snapshots.nodes-lost: A training with torch whose workers, nodes and coordinator are killed at any time ends with "
+    "exactly the weights and the samples of one that nothing disturbed, with copies on other nodes (DDP, FSDP)."
+)
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_training_that_loses_nodes_ends_as_if_nothing_had_happened(run: Training, kind: str) -> None:
+    support.need_module("torch")
+    if kind == "fsdp":
+        support.leave_to_test_all(kind)
+    chance = random.Random(kind)
+    faults = ["node", "coordinator", "worker"] * (17 if support.is_test_all() else 1)
+    steps = 200 * (len(faults) + 3)
+    options = ("--nproc-per-node", "2", "--preload", programs.PRELOAD[kind])
+    run.start_standalone("whole", *options, script=str(programs.PROGRAM), args=(kind, str(steps), "0")).wait(300)
+    expected = programs.result_in(run.home)
+    for rank in range(2):
+        (run.home / f"rank{rank}").unlink()
+    training = TorchTraining(run, kind, steps, chance)
+    for number, fault in enumerate(faults, 1):
+        training.pause_at(200 * (number + 2))
+        training.await_step(200 * number + chance.randrange(150))
+        before = max(each[-1].attempt for each in training.begun())
+        oldest = getattr(training, fault)()
+        training.await_step(200 * (number + 1), after_attempt=before if fault != "coordinator" else -1)
+        later = [line.step for each in training.begun() for line in each if line.attempt > before]
+        assert bool(later) == (fault != "coordinator"), fault
+        assert min(later, default=oldest) >= oldest, fault
+    training.pause_at(steps)
+    assert [agent.wait(120) for agent in training.agents] == [0, 0]
+    assert programs.result_in(run.home) == expected
 
 
 @proves("snapshots.rank-moves")

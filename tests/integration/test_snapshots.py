@@ -237,18 +237,83 @@ def test_a_part_that_is_not_on_this_node_is_an_error_and_not_a_new_start(rounds:
     ]
 
 
-def test_without_copy_arrays_lie_in_the_slot_and_can_be_written(rounds: Rounds) -> None:
+@promise(
+    "snapshots.stays: Arrays that `load` and `stage` return can be written without a change to the snapshot, and no "
+    "later save changes them, nor in a forked child."
+)
+def test_what_is_loaded_or_staged_stays_as_it_was(rounds: Rounds) -> None:
+    rounds.run("save(1, bytearray([1]) * 10_000)")
     program = """
-    import numpy
-    save(1, numpy.arange(1000))
+    loaded, again = (snapshots.load()["value"] for _ in range(2))
+    loaded[0] = 99
+    staged = [snapshots.stage(step, {"value": bytearray([step]) * 10_000})["value"] for step in range(2, 7)]
+    staged[-1][0] = 99
+    print([set(each) for each in (loaded, again, *staged)])
+    read, write = os.pipe()
+    if not os.fork():
+        os.read(read, 1)
+        os._exit(set(staged[-1]) != {6, 99})
+    for step in (7, 8, 9):
+        save(step, bytearray([step]) * 10_000)
+    os.write(write, b"x")
+    print(os.wait()[1])
     """
-    rounds.run(program)
+    assert rounds.run(program) == [["[{1, 99}, {1}, {2}, {3}, {4}, {5}, {99, 6}]", "0"]]
+    assert rounds.run("print(set(snapshots.load()['value']))") == [["{9}"]]
+
+
+def test_mappings_go_with_their_arrays(rounds: Rounds) -> None:
     program = """
-    values = snapshots.load(copy=False)["value"]
-    values += 1
-    print(values.sum(), snapshots.load()["value"].sum())
+    staged = snapshots.stage(1, {"value": bytearray(10_000)})
+    print(len(snapshots._shown))
+    del staged
+    print(len(snapshots._shown))
     """
-    assert rounds.run(program) == [["500500 499500"]]
+    assert rounds.run(program) == [["1", "0"]]
+
+
+CHECKPOINT = """
+    import threading
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from holdfast.snapshots.torch import Stager
+
+    class LateWriter(dcp.FileSystemWriter):
+        def write_data(self, *args):
+            assert is_time.wait(60)
+            return super().write_data(*args)
+
+    is_time, state = threading.Event(), {"weights": torch.full((10_000,), 1.0), "note": 1}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    files = LateWriter(sys.argv[0] + ".files")
+    written = dcp.async_save(state, storage_writer=files, async_stager=Stager(snapshots, 1))
+    for step in range(2, 6):
+        state["weights"].fill_(step), state.update(note=step)
+        Stager(snapshots, step).stage(state)
+    is_time.set(), written.result()
+    loaded = {"weights": torch.zeros(10_000), "note": 0}
+    dcp.load(loaded, checkpoint_id=sys.argv[0] + ".files")
+    print(set(loaded["weights"].tolist()), loaded["note"])
+"""
+
+
+@promise(
+    "snapshots.stager: `torch.distributed.checkpoint.async_save` with a `Stager` writes the state of its step from the "
+    "memory of the snapshot, even if later steps are saved meanwhile."
+)
+def test_a_checkpoint_that_is_written_late_is_of_its_step(rounds: Rounds) -> None:
+    support.need_module("torch")
+    assert rounds.run(CHECKPOINT) == [["{1.0} 1"]]
+    program = """
+    import torch
+    from holdfast.snapshots.torch import load_into
+    weights = torch.zeros(10_000)
+    into = {"weights": weights, "note": 0}
+    load_into(into, snapshots.load())
+    print(set(weights.tolist()), into["note"])
+    """
+    assert rounds.run(program) == [["{5.0} 5"]]
 
 
 @promise("snapshots.checksum: With `checksum=True` a load detects bytes that have changed.")

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from holdfast.telemetry import background, spans
 from tests import support
 from tests.e2e.command import COMMAND, clean_environment
 from tests.post_receiver import PostReceiver
 from tests.promises import promise, proves
+
+sdk: Any = support.ImportedLater("opentelemetry.sdk.trace")
+export: Any = support.ImportedLater("opentelemetry.sdk.trace.export")
+in_memory: Any = support.ImportedLater("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+wire: Any = support.ImportedLater("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 
 # A program that traces itself, and holdfast in it. {exporter} makes the exporter.
 TRACED = """
@@ -109,7 +110,7 @@ def spans_at(place: PostReceiver) -> tuple[set[str], set[str]]:
     """The names of all spans and services that were posted as OTLP over HTTP."""
     names, services = set(), set()
     while not place.posts.empty():
-        for resource in ExportTraceServiceRequest.FromString(place.posts.get()[2]).resource_spans:
+        for resource in wire.ExportTraceServiceRequest.FromString(place.posts.get()[2]).resource_spans:
             services |= {each.value.string_value for each in resource.resource.attributes if each.key == "service.name"}
             names |= {span.name for scope in resource.scope_spans for span in scope.spans}
     return names, services
@@ -149,12 +150,12 @@ def test_the_command_sends_spans_to_the_endpoint_in_the_environment(tmp_path: Pa
     busy machine sends its spans, too. Without the packages nothing happens.""")
 def test_a_run_that_ends_before_the_packages_are_imported_sends_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a short run on a busy machine: 1. the run ends; 2. the import is done; 3. the spans are sent."""
-    import_may_end, exporter = threading.Event(), InMemorySpanExporter()
+    import_may_end, exporter = threading.Event(), in_memory.InMemorySpanExporter()
 
-    def provider() -> tuple[TracerProvider, bool]:
+    def provider() -> tuple[Any, bool]:
         import_may_end.wait(support.DEADLINE_S)
-        found = TracerProvider()
-        found.add_span_processor(SimpleSpanProcessor(exporter))
+        found = sdk.TracerProvider()
+        found.add_span_processor(export.SimpleSpanProcessor(exporter))
         return found, True
 
     monkeypatch.setattr(spans, "_provider", provider)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -245,21 +246,22 @@ def test_a_standalone_run_is_stopped_and_listed(scene: Scene) -> None:
 
 @promise("""steering.asked-clear-line-run: What cannot be asked is one clear line: no such run, several runs, another
     user's run, no coordinator, something else at the endpoint, a wrong token.""")
-def test_what_cannot_be_asked_is_one_line(scene: Scene, tmp_path: Path) -> None:
-    """`ask` checks that each error is one line."""
+@pytest.mark.usefixtures("restored_logger")
+def test_what_cannot_be_asked_is_one_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     port = support.free_port()
+    refused = functools.partial(support.refused, capsys)
     for command in ("status", "stop"):
-        assert "is not found on this host" in scene.ask(command, "no-such-run", code=1)
+        assert "is not found on this host" in refused(1, command, "no-such-run")
         where = (command, "job7", "--rdzv-endpoint")
-        assert f"no coordinator answers at 127.0.0.1:{port}" in scene.ask(*where, f"127.0.0.1:{port}", code=1)
-        assert "no.such.host.invalid" in scene.ask(*where, "no.such.host.invalid:1", code=1)
+        assert f"no coordinator answers at 127.0.0.1:{port}" in refused(1, *where, f"127.0.0.1:{port}")
+        assert "no.such.host.invalid" in refused(1, *where, "no.such.host.invalid:1")
         with listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as other:
-            assert "it is not a holdfast coordinator" in scene.ask(*where, f"127.0.0.1:{other}", code=1)
-        assert "needs the name of the run" in scene.ask(command, "--rdzv-endpoint", "127.0.0.1:1", code=2)
-        assert "are for --rdzv-endpoint" in scene.ask(command, "--token-file", "x", code=2)
-        assert "cannot be read" in scene.ask(*where, "127.0.0.1:1", "--token-file", "/nowhere/x", code=2)
-        assert "--rdzv-conf" in scene.ask(*where, "127.0.0.1:1", "--rdzv-conf", "x", code=2)
-    assert "--timeout: 'soon' is not a duration" in scene.ask("stop", "--timeout", "soon", code=2)
+            assert "it is not a holdfast coordinator" in refused(1, *where, f"127.0.0.1:{other}")
+        assert "needs the name of the run" in refused(2, command, "--rdzv-endpoint", "127.0.0.1:1")
+        assert "are for --rdzv-endpoint" in refused(2, command, "--token-file", "x")
+        assert "cannot be read" in refused(2, *where, "127.0.0.1:1", "--token-file", "/nowhere/x")
+        assert "--rdzv-conf" in refused(2, *where, "127.0.0.1:1", "--rdzv-conf", "x")
+    assert "--timeout: 'soon' is not a duration" in refused(2, "stop", "--timeout", "soon")
     coordinator = scene.start_coordinator()
     assert f"it has no run {scene.run_id!r}" in scene.ask("status", *at_endpoint(scene), code=1)
     assert coordinator.is_running

@@ -339,21 +339,6 @@ def test_many_that_expire_at_once_are_reaped_in_time_and_none_waits_for_another(
         assert 1.0 <= took_s < len(hung), "one bound for all, not one for each"
 
 
-@promise("timers.lines-junk-full-pipe: Lines of junk and a full pipe lose no timer and block no process.")
-def test_junk_is_skipped_with_one_warning_and_costs_no_request(
-    running: Watch, bystander: Bystander, caplog: pytest.LogCaptureFixture
-) -> None:
-    junk = [b"hello\n", b"\n", b"{}\n", b"\xff\x00\n", b"[]\n", b'{"version": 1}\n', b"x" * 100_000 + b"\n"]
-    for number, line in enumerate(junk):
-        running.write(line, future(bystander.pid, str(number)))
-    halves = encode(future(bystander.pid, "in two halves"))
-    running.write(halves[:30])
-    running.write(halves[30:])
-    scopes = [*map(str, range(len(junk))), "in two halves"]
-    wait_until(lambda: running.armed() == {(bystander.pid, scope) for scope in scopes}, "every request has arrived")
-    assert len(told(caplog, "not a request")) == 1
-
-
 @promise("timers.step-wall-clock-neither: A step of the wall clock neither fires nor delays a timer.")
 @pytest.mark.parametrize("step_s", [7200.0, -7200.0])
 def test_a_step_of_the_wall_clock_neither_fires_nor_delays(

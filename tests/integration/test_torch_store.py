@@ -12,9 +12,9 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,7 @@ from tests import support, torch_wire
 from tests.promises import promise, proves
 
 SECOND = timedelta(seconds=1)
+dist: Any = support.ImportedLater("torch.distributed")
 
 
 SERVE = """
@@ -46,7 +47,7 @@ class Served:
             command = [sys.executable, "-c", SERVE, str(fd), repr(limits)]
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[fd])
 
-    def client(self, timeout: timedelta = timedelta(seconds=support.DEADLINE_S)) -> dist.TCPStore:
+    def client(self, timeout: timedelta = timedelta(seconds=support.DEADLINE_S)) -> Any:
         return dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     def line(self) -> str:

@@ -1,8 +1,9 @@
 """A small training that saves after each step: with DDP, FSDP, numpy or JAX. For tests that kill its workers.
 
-    snapshot_training.py KIND STEPS DIRECTORY KILLS
+    snapshot_training.py DIRECTORY KIND STEPS KILLS
 
-A worker of one of the first KILLS attempts waits after some steps, until it is killed.
+A worker of one of the first KILLS attempts waits after some steps, until it is killed. All wait before the step in the
+file `pause`, if there is one.
 
 Each rank writes what it does into a file of its own, a line at a time: `loads`, `begin STEP`, `sample STEP DIGEST`,
 `saved STEP`, and at the end `weights DIGEST`.
@@ -20,10 +21,10 @@ from typing import Any
 
 import holdfast
 
-KIND, STEPS, DIRECTORY, KILLS = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+DIRECTORY, KIND, STEPS, KILLS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 MOST_STEPS = 36  # Of an attempt that is killed.
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-ATTEMPT = os.environ["TORCHELASTIC_RESTART_COUNT"]
+ATTEMPT = int(os.environ["HOLDFAST_ROUND"]) - 1  # Of restarts and of lost nodes.
 LOG = os.open(DIRECTORY / f"rank{RANK}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 # State to keep, a step with a sample, and all weights as bytes.
@@ -111,6 +112,11 @@ def meet() -> None:
         time.sleep(0.01)
 
 
+def pause() -> int:
+    path = DIRECTORY / "pause"
+    return int(path.read_text()) if path.exists() else STEPS
+
+
 def main() -> None:
     kinds: dict[str, Callable[[], Training]] = {
         "ddp": lambda: torch_training(is_sharded=False),
@@ -127,8 +133,10 @@ def main() -> None:
         restore(saved["training"])
     first = saved.step + 1 if saved is not None else 0
     for number in range(first, STEPS):
-        if number == first + MOST_STEPS and int(ATTEMPT) < KILLS:
+        if number == first + MOST_STEPS and ATTEMPT < KILLS:
             time.sleep(600)
+        while number >= pause():
+            time.sleep(0.01)
         note("begin", number)
         sample = step()
         note("sample", number, digest(sample))

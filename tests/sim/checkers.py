@@ -603,6 +603,9 @@ class NoticesEndRuns(Checker):
     def set_up(self) -> None:
         self._announced: set[str] = set()
         self._members: set[str] = set()
+        # By the number of the round: one may be written down and never told, and a coordinator that has lost its memory
+        # goes on from the round that it hears of.
+        self._written: dict[int, set[str]] = {}
 
     def message_received(self, key: str, message: protocol.FromNode) -> None:
         if isinstance(message, protocol.GiveNotice) and message.request.left_s is not None:
@@ -612,9 +615,11 @@ class NoticesEndRuns(Checker):
         self._members = {member.node_id for member in world.members.values()}
 
     def remembered(self, memory: Memory) -> None:
+        written = self._written.setdefault(memory.last_round, set())
+        written.update(key.rpartition("/")[0] for key in memory.members)
         if memory.outcome is None or not memory.outcome.is_notice or "" in self._announced:
             return
-        if not self._announced & self._members:
+        if not self._announced & (self._members | written):
             self.object(f"no node of the last round was announced to go: {memory.outcome.reason}")
 
 

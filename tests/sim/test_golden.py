@@ -21,6 +21,7 @@ def transcript_of(name: str) -> str:
     return f"{about}\n\n{tell()}\n"
 
 
+@promise("nodes.admit-restart-newcomer-waits: With `--admit on-restart` a newcomer waits for the next restart.")
 @promise("simulation.named-scenarios-produce: Named scenarios produce exactly the recorded transcript.")
 @proves(
     "restarts.coordinator-replaced-backoff",

@@ -15,8 +15,9 @@ from tests.sim.etcd_world import simulate
 from tests.sim.faults import SLOWEST
 from tests.sim.mutations import MUTATIONS
 from tests.sim.world import FakeWorld
+from tests.support import is_test_all
 
-CHUNKS = 20
+CHUNKS = 20 if is_test_all() else 8
 SEEDS_IN_A_CHUNK = 50
 
 

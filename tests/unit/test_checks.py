@@ -12,6 +12,7 @@ from holdfast.checks.gate import (
     CheckResult,
     ChecksEnded,
     Gate,
+    GiveUp,
     PlaceWanted,
     Report,
     RoundBegun,
@@ -129,6 +130,49 @@ EXCLUDING: dict[str, Story] = {
 def test_the_gate(name: str) -> None:
     machine = Gate(CheckPlan((DISK,), excludes=True))
     for now, event, commands in EXCLUDING[name]:
+        assert machine.step(event, now) == commands, (now, event)
+        machine.check()
+
+
+ALONE: dict[str, Story] = {
+    "it gives up when it has stayed out for so long": [
+        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
+        (1, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0), AskForPlace(REASON)]),
+        (11, TimePassed(), [StartChecks()]),
+        (12, ChecksEnded(BAD), [Report(BAD, 20.0, 3.0)]),
+        (14.9, TimePassed(), []),
+        (15, TimePassed(), [GiveUp(REASON)]),
+        (40, TimePassed(), []),
+    ],
+    "also while the checks run again": [
+        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
+        (1, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0), AskForPlace(REASON)]),
+        (11, TimePassed(), [StartChecks()]),
+        (15, TimePassed(), [StopChecks(), GiveUp(REASON)]),
+    ],
+    "the first run of the checks has its own limit": [
+        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
+        (20, TimePassed(), []),
+        (21, ChecksEnded(BAD), [Report(BAD, 10.0, 0.0), AskForPlace(REASON)]),
+        (21, TimePassed(), [GiveUp(REASON)]),
+    ],
+    "the time begins again after a round": [
+        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
+        (1, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0), AskForPlace(REASON)]),
+        (11, TimePassed(), [StartChecks()]),
+        (12, ChecksEnded(GOOD), [Report(GOOD), AskForPlace(None)]),
+        (12, RoundBegun(), []),
+        (20, Suspected(), []),
+        (21, PlaceWanted(), [AskForPlace(""), StartChecks()]),
+        (22, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0), AskForPlace(REASON)]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_gate_of_a_node_without_a_coordinator(name: str) -> None:
+    machine = Gate(CheckPlan((DISK,), excludes=True), patience_s=15.0)
+    for now, event, commands in ALONE[name]:
         assert machine.step(event, now) == commands, (now, event)
         machine.check()
 

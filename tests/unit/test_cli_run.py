@@ -310,6 +310,13 @@ BAD_INPUT = [
     ),
     ("--nproc-per-node=999999999999", re.compile(r"--nproc-per-node 999999999999: each worker needs an open file, .*")),
     ("--module --no-python", "--module and --no-python exclude each other"),
+    (
+        "--cpus-per-worker=1 --numa-binding=node",
+        re.compile("--cpus-per-worker and --numa-binding exclude each other: .*"),
+    ),
+    ("--check=memry", "--check memry: there is neither a built-in check nor a command 'memry'"),
+    ("--check=gpu", re.compile("--check gpu: it asks the driver through nvidia-ml-py, which is not installed .*")),
+    ("--check=memory --check-timeout=0", "--check-timeout 0: no check could pass"),
     ("--event-log-handler=nowhere", about("--event-log-handler", "'nowhere'")),
     ("--standalone --nnodes=2", "--standalone is for this machine alone, but --nnodes 2 asks for more"),
     ("--node-rank=1", "--node-rank 1: a run on one machine has node rank 0 only"),

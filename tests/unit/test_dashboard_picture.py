@@ -13,7 +13,15 @@ from holdfast.observe.ask import LastWord
 from holdfast.observe.dashboard.picture import Series, difference, node_of, picture_of, worker_facts
 from holdfast.observe.run_view import RunView, Told
 from holdfast.telemetry.history import HistoryStatus, RoundStatus
-from holdfast.telemetry.status import AgentStatus, NodeStatus, Refusal, RunStatus, SnapshotStatus, WorkerStatus
+from holdfast.telemetry.status import (
+    AgentStatus,
+    NodeStatus,
+    NoticeStatus,
+    Refusal,
+    RunStatus,
+    SnapshotStatus,
+    WorkerStatus,
+)
 from tests.promises import promise, proves
 
 
@@ -148,6 +156,29 @@ def test_the_last_word_completes_the_rounds() -> None:
     picture = picture_of(known(status, end=changed(last, status=changed(last.status, history=past))))
     assert [(each["round"], each["end"]) for each in picture["rounds"]] == [(1, "failed"), (2, "closed")]
     assert picture["totals"]["goodput"] == 0.5
+
+
+@promise("""dashboard.notice: The dashboard shows a notice while it stands: which nodes go away, when, and why.
+    `holdfast status` and `holdfast top` show it, too.""")
+def test_a_notice() -> None:
+    def at(left_s: float, **facts: Any) -> dict[str, Any]:
+        told = NoticeStatus(left_s, None, False, ("b",), 1, "spot\nmarket")
+        nodes = (a_node("a"), a_node("b", 1, 2, leaves_in_s=left_s))
+        return picture_of(known(a_run(*nodes, notice=told), **facts))
+
+    first = at(80.2)
+    assert first["notice"] == {"text": "b goes away", "left_s": 80, "reason": r"spot\nmarket"}
+    assert [node["is_going"] for node in first["nodes"].values()] == [False, True]
+    assert [*difference(first, at(79.2))] == ["notice"]
+    assert at(70.0, end=word("closed", "stopped"))["notice"] is None
+    assert picture_of(known(a_run(a_node("a"))))["notice"] is None
+
+
+@proves("dashboard.notice")
+def test_a_notice_in_a_run_without_a_coordinator() -> None:
+    agent = an_agent("running", node_id="", notice=NoticeStatus(30.0, 30.0, False, (), 1, "SIGUSR1"))
+    picture = picture_of(known(None, agents={"agent 99": agent}))
+    assert (picture["notice"]["text"], picture["nodes"]["agent 99"]["is_going"]) == ("this node goes away", True)
 
 
 @promise("dashboard.last-snapshot: The dashboard shows the last step of which all nodes have a snapshot, and its age.")

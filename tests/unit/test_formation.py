@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.rendezvous.membership.formation import Formation, arrange, too_few
 from holdfast.rendezvous.membership.model import NodeFacts, Settings
+from tests.promises import promise
 
 SETTINGS = Settings(2, 3, join_timeout_s=30.0, last_call_s=5.0)
 
@@ -45,6 +46,8 @@ def test_a_new_round_is_told_anew_and_it_names_when() -> None:
         formation.reset()
 
 
+@promise("""nodes.maximum-number-round-begins: At the maximum number of nodes a round begins at once, below it after the
+    last call.""")
 @pytest.mark.parametrize(
     ("ready", "is_everyone", "now", "expected"),
     [

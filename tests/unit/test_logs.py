@@ -289,11 +289,14 @@ class TestLogDir:
 class TestTemporaryDirectory:
     @pytest.mark.parametrize("log_dir", [None, ""])
     def test_is_made_when_no_log_dir_is_given(self, temp_dir: Path, log_dir: str | None) -> None:
+        """And goes with a configuration that was never used."""
         specs = DefaultLogsSpecs(log_dir)
         (made,) = temp_dir.iterdir()
         assert specs.root_log_dir == str(made)
         assert made.name.startswith("torchelastic_")
         assert made.stat().st_mode & 0o777 == 0o700
+        del specs
+        assert list(temp_dir.iterdir()) == []
 
     def test_falls_back_if_tmpdir_is_unusable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("TMPDIR", "TEMP", "TMP"):

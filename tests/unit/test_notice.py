@@ -153,6 +153,9 @@ def test_a_signal_has_one_meaning(noticed: str | None, passed: str, stopping: st
         ({"in_s": True}, "in_s is no time within a day"),
         ({"in_s": float("nan")}, "in_s is no time within a day"),
         ({"at": 1e300}, "at is no time within a day"),
+        ({"at": 10**400}, "at is no time within a day"),
+        ({"in_s": -(10**400)}, "in_s is no time within a day"),
+        ({"reason": "a\ud800"}, NoticeRequest(120.0, "a\\ud800")),
         ({"in_s": 1, "at": 2}, "in_s and at say the same thing twice"),
     ],
     ids=str,
@@ -201,6 +204,17 @@ def test_a_file_that_appears(
 
 
 @proves("notice.file")
+def test_a_file_for_the_whole_run_is_removed(tmp_path: Path) -> None:
+    path, given = tmp_path / "gone", list[NoticeRequest]()
+    watch = NoticeFile(str(path), 120.0, given.append)
+    path.write_text('{"whole_run": true}')
+    watch.look()
+    path.unlink()
+    watch.look()
+    assert given[1] == NoticeRequest(None, f"{path} was removed", is_whole_run=True)
+
+
+@proves("notice.file")
 def test_a_file_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, given = tmp_path / "gone", list[NoticeRequest]()
     path.mkdir()
@@ -214,6 +228,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFix
     watch.look()
     assert caplog.text.count("cannot be looked at: Not a directory") == 1
     assert len(given) == 1
+    os.mkfifo(tmp_path / "pipe")
+    NoticeFile(f"{tmp_path}/pipe", 60.0, given.append).look()
+    assert [each.left_s for each in given] == [120.0, 60.0], "nothing waits for one that writes"
 
 
 # HTTP.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,16 @@ def test_the_whole_run() -> None:
     assert told == dict.fromkeys(("a/0", "b/0"), GoingAway(120.0, 120.0, True, (), 2, "spot"))
 
 
+def test_a_notice_of_a_whole_day_can_be_sent() -> None:
+    """Sums of times are not exact, and no receiver takes more than a day."""
+    now = 84743.374
+    assert (now + 86400.0) - now > 86400.0
+    of, run = settings(2, 2), Membership(now)
+    run.step(joined("a", of), now)
+    told = going([each for each in run.step(notice("a", NoticeRequest(86400.0)), now) if isinstance(each, Tell)])
+    assert (told["a/0"].left_s, told["a/0"].own_left_s) == (86400.0, 86400.0)
+
+
 @promise("""notice.repeated-forward-only: A second notice for a node can bring its time forward, not back; after a
     withdrawal any time can be given.""")
 def test_a_second_notice_brings_the_time_forward_only() -> None:
@@ -144,6 +155,24 @@ def test_thousands_of_nodes_get_the_same_signal() -> None:
     all_told = going([each for each in run.step(TimePassed(), 10.5) if isinstance(each, Tell)])
     assert len(all_told) == count
     assert (len(all_told["n7/0"].nodes), all_told["n7/0"].node_count) == (16, count)
+
+
+def test_an_event_costs_no_more_if_many_nodes_stay() -> None:
+    """While a round is formed, each of them joins."""
+
+    def calls(count: int) -> int:
+        of, run, made = settings(count + 2, count + 2), Membership(0.0), list[str]()
+        for each in range(count):
+            run.step(joined(f"n{each}", of), 0.0)
+        run.step(notice("n0"), 1.0)
+        sys.setprofile(lambda frame, event, _: made.append(event))
+        try:
+            run.step(joined("last", of), 2.0)
+        finally:
+            sys.setprofile(None)
+        return len(made)
+
+    assert calls(200) == calls(20)
 
 
 def test_after_the_end_and_from_strangers() -> None:
@@ -328,6 +357,16 @@ def test_a_node_acts_alone_and_tells_later() -> None:
     said = nodes.said(node.step(Welcomed(1, 1), 10.9))
     assert [type(each) for each in said] == [Return, GiveNotice]
     assert said[1].request.left_s == pytest.approx(119.8)
+
+
+@pytest.mark.parametrize(("heard_at", "says"), [(10.7, True), (11.65, False)])
+def test_a_push_that_was_sent_before_the_notice_arrived(heard_at: float, says: bool) -> None:
+    """All nodes get the same signal, and the coordinator is gone when it has told of the first: none is forgotten. But
+    later the coordinator has read the notice, and a push without it says that it was withdrawn."""
+    node = nodes.member()
+    node.step(GiveNotice(IN_2M), 10.6)
+    node.step(Pushed(GoingAway(60.0, None, False, ("other",), 1, "spot")), heard_at)
+    assert [type(each) for each in nodes.reconnect(node, at=heard_at)] == [Return, GiveNotice][: 1 + says]
 
 
 @pytest.mark.parametrize(("term", "says"), [(1, False), (2, True)], ids=["the same", "another"])

@@ -41,6 +41,7 @@ def test_the_groups_of_all_nodes_are_put_together() -> None:
         ([group(ELSEWHERE, "a", 0, 2), group(ELSEWHERE, "b", 1)], ["b"]),
         ([group(ELSEWHERE, "a", 0, 2), group(IN_COLLECTIVE, "b", 1)], ["a"]),
         ([group(ELSEWHERE, "a", 0), group(CANNOT_RUN, "b", 1, 2)], ["b"]),
+        ([group(ELSEWHERE, "a", 0), group(CANNOT_RUN, "b", 1, 2), group(CANNOT_RUN, "c", 3)], ["b", "c"]),
         ([group(ELSEWHERE, "a", 0), group(ELSEWHERE, "b", 1), group(IN_COLLECTIVE, "c", 2)], ["a", "b"]),
     ],
 )

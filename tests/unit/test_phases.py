@@ -421,11 +421,18 @@ FAILING: dict[str, Script] = {
         (2.5, returned("a", PAIR), broke("b", "a")),
         (3.0, joined("a", PAIR, 1), ended("b a", gave_up("b"))),
     ],
-    "a failure after the round was stopped is of the stop": [
+    "a failure after the round was stopped is of the stop, and its node hears so once": [
         *formed(UP_TO_2),
-        (1.0, left("a"), stop("b", "a left")),
-        (1.5, failed("b"), []),
-        (2.0, joined("b", UP_TO_2, 1), sealed(2, "b")),
+        (1.0, closed("a"), []),
+        (21.0, TIME, stop("b", f"a {NOT_BACK}")),
+        (21.5, failed("b"), put_down(f"a {NOT_BACK}", "b")),
+        (22.0, joined("b", UP_TO_2, 1, failure=failure("b")), sealed(2, "b")),
+    ],
+    "a failure when a newcomer is admitted is of the stop, too": [
+        *ALONE_OF_3,
+        (6.0, joined("b", UP_TO_3), stop("a", "b joins")),
+        (6.5, failed("a"), put_down("b joins", "a")),
+        (7.0, joined("a", UP_TO_3, place(1, 0, 1)), sealed(2, "a b")),
     ],
     "a failure of another round is none": [*formed(ONE, "a"), (1.0, failed("a", 2), []), (1.0, failed("a", 0), [])],
     "a failure of a stranger is none": [*formed(ONE, "a"), (1.0, failed("x"), [])],
@@ -794,6 +801,8 @@ def memory_of(commands: list[Any]) -> Memory:
     return [command.memory for command in commands if isinstance(command, Remember)][-1]
 
 
+@promise("""nodes.finishes-early-waits-starts: A node that finishes early waits for the others, and starts again with
+    them if one fails.""")
 @promise("""nodes.few-join-time-run: If too few nodes join in time, the run ends and says which nodes joined and how
     many are missing.""")
 @promise("""nodes.newcomers-arrive-admit-delay: Newcomers that arrive within `--admit-delay` (5 s) of the first one are

@@ -56,6 +56,25 @@ def test_a_trial_is_judged_by_its_end_and_its_result(changes: dict[str, object],
     assert reason in trial.reason
 
 
+@pytest.mark.parametrize(
+    ("expected", "missing"),
+    [
+        (trial.Expected(("model",), "loss"), "there is no file model"),
+        (trial.Expected((), "LOSS"), "no line of the output matches 'LOSS'"),
+    ],
+)
+def test_a_result_that_is_not_there_is_not_the_same_as_another_one(
+    tmp_path: Path, expected: trial.Expected, missing: str
+) -> None:
+    """A name with a typo would let every job pass."""
+    output = tmp_path / "output"
+    output.write_text("loss 0.1\n")
+    seen = changed(UNDISTURBED, missing=expected.digest([[""] * len(expected.files)], output)[1])
+    undisturbed = plan.judged(Fault.NONE, seen, seen)
+    assert undisturbed == Trial(Fault.NONE, "lost", f"there is nothing to compare: {missing}", seen)
+    assert plan.table([undisturbed], "it").splitlines()[-1] == "no fault was tried; compared: it"
+
+
 @proves("rehearse.not-covered")
 def test_the_table_names_what_was_not_survived() -> None:
     seen = changed(UNDISTURBED, noticed_s=0.04, running_s=0.2, further_s=0.31, steps_again=1)
@@ -75,4 +94,5 @@ def test_a_result_may_be_on_one_host_or_on_all(tmp_path: Path) -> None:
     expected, output = trial.Expected(("model",)), tmp_path / "output"
     one, all_of_them = expected.digest([["a"], [""]], output), expected.digest([["a"], ["a"]], output)
     assert one == all_of_them
+    assert one[1] == ""
     assert len({one, expected.digest([["a"], ["b"]], output), expected.digest([[""], [""]], output)}) == 3

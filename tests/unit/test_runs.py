@@ -19,6 +19,7 @@ from holdfast.observe import ask, run_view, words
 from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun
 from holdfast.observe.run_view import RunView, Told
 from holdfast.telemetry.status import AgentStatus, NodeStatus, RunStatus, WorkerStatus, plain
+from tests import support
 from tests.promises import promise, proves
 
 
@@ -111,9 +112,10 @@ def a_node(name: str, heard_ago_s: float = 0.1) -> NodeStatus:
 def test_nodes_that_do_not_answer_are_silent_and_cost_less_than_a_second() -> None:
     nodes = [a_node(f"n{number}", 12.0 if number == 3 else 0.1) for number in range(300)]
     known = {node.node_id: AgentStatus("job7", round=1) for node in nodes if node.node_id != "n3"}
-    began = time.monotonic()
-    view = run_view.look(Nodes(RunStatus("job7", "running", round=1, nodes=tuple(nodes)), known))
-    assert time.monotonic() - began < 1.5
+    watch = support.Stopwatch()
+    with watch.measured():
+        view = run_view.look(Nodes(RunStatus("job7", "running", round=1, nodes=tuple(nodes)), known))
+    assert watch.longest_s < 1.5
     assert len(view.agents) + len(view.silent) + view.not_asked == 300
     assert view.not_asked >= 300 - run_view._MOST_ASKED
     assert [view.silence_of(node) for node in nodes if node.node_id in view.silent] == [

@@ -10,6 +10,7 @@ from holdfast.hangs.compare import (
     Look,
     Thread,
     WorkerLook,
+    folded,
     found,
     full_text,
     picture,
@@ -44,6 +45,10 @@ PICTURES: dict[str, tuple[list[WorkerLook], list[int]]] = {
     "one waits for many": ([worker(rank, COLLECTIVE if rank == 3 else LOCK) for rank in range(4)], [0, 1, 2]),
     "all wait, one at another line": ([worker(r, FALLEN_BEHIND if r == 1 else COLLECTIVE) for r in range(4)], [1]),
     "a stopped one": ([worker(rank, LOCK, "T" if rank == 1 else "S") for rank in range(2)], [1]),
+    "stopped ones at two places": (
+        [worker(0, COMPUTE, "T"), worker(1, LOCK, "T"), worker(2, LOCK, "T"), worker(3, OTHER)],
+        [0, 1, 2],
+    ),
     "a stopped one among many places": ([worker(0, COMPUTE), worker(1, OTHER), worker(2, LOCK, "T")], [2]),
     "one in the kernel": ([worker(0, LOCK), worker(1, (), "D", trouble="no luck")], [1]),
     "two places, nothing tells": ([worker(0, COMPUTE), worker(1, OTHER)], []),
@@ -143,6 +148,11 @@ def test_native_collectives_are_known_by_their_symbols() -> None:
 )
 def test_places(look: WorkerLook, expected: str) -> None:
     assert place(look) == expected
+
+
+def test_a_worker_that_did_not_answer_does_not_stand_out_in_the_report() -> None:
+    seen = picture([worker(0, trouble="no answer in time"), *(worker(rank, COLLECTIVE) for rank in (1, 2))])
+    assert [each.ranks for each in folded(seen)] == [(1, 2)]
 
 
 def test_the_sentence_about_the_odd_one() -> None:

@@ -32,7 +32,7 @@ from holdfast.timer import (
     server,
 )
 from holdfast.timer.client import encode
-from tests.promises import proves
+from tests.promises import promise, proves
 from tests.support import DEADLINE_S
 
 NEVER = 1e12  # As a time: long after now.
@@ -298,13 +298,14 @@ NO_REQUESTS = [b"hello", b"\xff\xfe", b"[1, 2]", b"null", b"[" * 100_000, b"{}",
                *(json.dumps(GOOD | change).encode() for change in SPOILED)]  # fmt: skip
 
 
-@pytest.mark.parametrize("line", NO_REQUESTS)
-def test_what_is_not_a_request_is_skipped_with_a_reason(
-    line: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@promise("timers.lines-junk-full-pipe: Lines of junk and a full pipe lose no timer and block no process.")
+def test_lines_that_are_no_requests_are_skipped_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipe = server.RequestPipe(str(tmp_path / "pipe"))
     with closing(pipe), open(pipe.path, "wb", buffering=0) as file:
-        file.write(line + b"\n" + json.dumps(GOOD).encode() + b"\n")
-        assert pipe.get(1, 0.0) == [FileTimerRequest(12, "a", 3.5, 9)]
+        for line in NO_REQUESTS:
+            file.write(line + b"\n" + json.dumps(GOOD).encode() + b"\n")
+            assert pipe.get(1, 0.0) == [FileTimerRequest(12, "a", 3.5, 9)], line[:100]
     (said,) = caplog.messages
     assert "is not a request" in said

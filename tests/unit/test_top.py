@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.cli.top import KEYS, Screen
 from holdfast.observe.run_view import RunView, Told
-from holdfast.telemetry.status import AgentStatus, NodeStatus, RunStatus, WorkerStatus
+from holdfast.telemetry.status import AgentStatus, NodeStatus, NoticeStatus, RunStatus, WorkerStatus
 from holdfast.telemetry.stragglers import Rate
 from tests.promises import proves
 
@@ -21,8 +21,10 @@ def worker(rank: int, state: str = "running", pid: int = 0, **fields: Any) -> Wo
 
 
 def screen(*workers: WorkerStatus, name: str = "host-1", failed: Sequence[WorkerStatus] = (), **fields: Any) -> Screen:
-    node = NodeStatus(name, "10.0.0.1", 0, 0, "", len(workers), "running", is_connected=True)
-    run = RunStatus("job7", "running", 1, 2, 1, 1, 1, 1, 1, 2, nodes=(node,))
+    notice: NoticeStatus | None = fields.pop("notice", None)
+    leaves_in_s = notice.left_s if notice is not None else None
+    node = NodeStatus(name, "10.0.0.1", 0, 0, "", len(workers), "running", is_connected=True, leaves_in_s=leaves_in_s)
+    run = RunStatus("job7", "running", 1, 2, 1, 1, 1, 1, 1, 2, nodes=(node,), notice=notice)
     agent = AgentStatus(node_id=name, round=2, pid=9, node=0, workers=workers, failed=tuple(failed))
     whole = {"status": run, "status_at": 10.0, "agents": {name: Told(agent, 10.0)}}
     found = Screen()
@@ -50,6 +52,13 @@ def test_it_shows_what_status_prints() -> None:
         "1     0     101  failed (SIGKILL)  1m05s",
         "arrows scroll  q leave",
     ]
+
+
+@proves("dashboard.notice")
+def test_a_notice_and_the_node_that_goes() -> None:
+    lines = shown(screen(worker(0), notice=NoticeStatus(75.0, None, False, ("host-1",), 1, "spot")))
+    assert lines[2] == "host-1 goes away in 1m15s: spot"
+    assert "running, goes in 1m15s" in lines[5]
 
 
 @proves("steering.status-top-json-report")

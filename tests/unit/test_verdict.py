@@ -44,7 +44,7 @@ def failure_of(case: dict[str, Any]) -> Failure:
     return described(Failure("node7", 0, case["exitcode"], evidence=evidence))
 
 
-@promise("""failures.verdict-corpus: Of 125 recorded failures 121 get the expected verdict, by the first rule that
+@promise("""failures.verdict-corpus: Of 131 recorded failures 127 get the expected verdict, by the first rule that
     matches of one table, which was written with these in view.
     Without a matching rule the verdict is restart, of unknown confidence.""")
 def test_the_score_over_the_corpus() -> None:
@@ -56,7 +56,7 @@ def test_the_score_over_the_corpus() -> None:
         "python -c \"raise ValueError('learning rate must be positive')\"",
         "python -c \"import os; os.read(os.open('/proc/self/mem',0),1)\"",
     ]
-    assert len(CORPUS) == 125
+    assert len(CORPUS) == 131
     right = [(case, rule) for case, rule in verdicts if rule.verdict == case["verdict"]]
     assert [(case, rule.name) for case, rule in right if rule.name != case["rule"]] == []
 

@@ -245,10 +245,7 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
     name = f"{name_in_path(run_id)}.{os.getpid()}.{os.urandom(4).hex()}.sock"
     usual = directories()
     trouble: OSError | None = None
-    # Each twice: the last agent to end removes the directory, perhaps between the two steps of the first try. A random
-    # name is one that no other user has taken.
-    substitutes = [*_substitutes(), *(f"{each}-{os.urandom(4).hex()}" for each in usual)]
-    for directory in [*(each for each in usual for _ in range(2)), *substitutes]:
+    for directory in _candidates(usual):
         path = f"{directory}/{name}"
         try:
             if len(os.fsencode(path)) > _PATH_LIMIT_BYTES:
@@ -268,13 +265,23 @@ def _bind(listener: _socket.socket, run_id: str) -> str:
     raise trouble or OSError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
+def _candidates(usual: list[str]) -> Iterator[str]:
+    """Each of the usual ones twice: the last agent to end removes the directory, perhaps between the two steps of the
+    first try. A random name is one that no other user has taken. Substitutes are looked for only if they are needed:
+    /tmp may have a hundred thousand names."""
+    yield from (each for each in usual for _ in range(2))
+    yield from _substitutes()
+    yield from (f"{each}-{os.urandom(4).hex()}" for each in usual)
+
+
 def _substitutes() -> list[str]:
     """Directories that agents of this user have made because the usual ones could not be used."""
     found: list[str] = []
     for usual in directories():
         above, _, name = usual.rpartition("/")
         with contextlib.suppress(OSError):
-            names = [each for each in os.listdir(above) if re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", each)]
+            similar = [each for each in os.listdir(above) if each.startswith(f"{name}-")]
+            names = [each for each in similar if re.fullmatch("[0-9a-f]{8}", each.removeprefix(f"{name}-"))]
             found += [each for each in (f"{above}/{name}" for name in names) if _is_private(each)]
     return found
 

@@ -7,7 +7,6 @@ The environment is a delta: what is set on top of the agent's own environment, w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from string import Template
 from typing import Any
 
 from holdfast.agent.model import TORCHELASTIC_TIMER_FILE, Worker, WorkerGroup
@@ -91,6 +90,14 @@ def _own_device(visible: str | None, local_rank: int) -> str:
     return devices[local_rank]
 
 
+def _filled(template: str, **values: int | str) -> str:
+    if "$" not in template:
+        return template
+    from string import Template
+
+    return Template(template).safe_substitute(values)
+
+
 class macros:  # noqa: N801  (the name that users know)
     """Placeholders that a user may write in a worker's arguments before its ranks are known."""
 
@@ -99,7 +106,7 @@ class macros:  # noqa: N801  (the name that users know)
     @staticmethod
     def substitute(args: Iterable[Any], local_rank: int | str) -> list[Any]:
         """The arguments with placeholders filled in. Other `$names`, and values that are not text, stay."""
-        return [Template(arg).safe_substitute(local_rank=local_rank) if isinstance(arg, str) else arg for arg in args]
+        return [_filled(arg, local_rank=local_rank) if isinstance(arg, str) else arg for arg in args]
 
 
 def log_line_prefixes(
@@ -113,8 +120,8 @@ def log_line_prefixes(
     if not template:
         return None
     return {
-        worker.local_rank: Template(template).safe_substitute(
-            hostname=hostname, role_name=role, rank=worker.global_rank, local_rank=worker.local_rank
+        worker.local_rank: _filled(
+            template, hostname=hostname, role_name=role, rank=worker.global_rank, local_rank=worker.local_rank
         )
         for worker in workers
     }

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -99,8 +100,8 @@ class CheckProcess:
                 os.close(order_read)
                 os.close(results_write)
         os.set_blocking(self._results, False)
-        os.write(self._order, json.dumps(order).encode() + b"\n")
-        self._unread = b""
+        self._unread, self._mark = b"", f"check.{os.urandom(8).hex()}"
+        os.write(self._order, json.dumps({**order, "mark": self._mark}).encode() + b"\n")
 
     def fileno(self) -> int:
         return self._results
@@ -121,6 +122,11 @@ class CheckProcess:
         with contextlib.suppress(ChildProcessError):
             return os.waitpid(self.pid, os.WNOHANG)[0] != 0
         return True
+
+    def kill(self) -> None:
+        """With what it runs: the checks would end with it, but not what they have started."""
+        procfs.kill(self.pid)
+        procfs.sweep_marked(self._mark.encode(), frozenset())
 
     def close(self) -> None:
         """It kills what it runs, and ends."""
@@ -145,7 +151,7 @@ class NodeChecks(Sink):
     ) -> None:
         self._plan, self._run, self._told = plan, run, told
         self._log_dir, self._control_path = log_dir, control_path
-        self._gate = gate.Gate(plan)
+        self._gate = gate.Gate(plan, run.join_patience_s)
         self._process: CheckProcess | None = None
         self._ends_by = 0.0
         self._results: dict[str, CheckResult] = {}
@@ -153,6 +159,7 @@ class NodeChecks(Sink):
         self._has_news = False  # The run is to be told.
         self._closed: list[CheckProcess] = []  # That may not have ended.
         self._served: list[CheckProcess] = []
+        self._serving = threading.Lock()
 
     # What the loop calls.
 
@@ -207,8 +214,9 @@ class NodeChecks(Sink):
     def end(self, end: RunEnd) -> None:
         """Processes that do not end are left to the kernel."""
         self._stop()
-        for each in self._served:
-            each.close()
+        with self._serving:
+            for each in self._served:
+                each.close()
         until = time.monotonic() + _CLOSE_PATIENCE_S
         for each in (*self._closed, *self._served):
             each.await_end(until)
@@ -220,19 +228,20 @@ class NodeChecks(Sink):
 
     def _serve_link(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Another node wants to send and receive. A process does that, once."""
-        for each in [each for each in self._served if each.has_ended()]:
-            each.close()
-            self._served.remove(each)
-        if len(self._served) >= _MOST_SERVED:
-            raise HostError(f"{_MOST_SERVED} other nodes are served already")
-        fd, address, port = self._run.listen_for_peer()
-        secret = os.urandom(16).hex()
-        order = {"checks": [{"name": "serve", "kind": "serve", "words": [secret]}], "fd": fd}
-        try:
-            more = {"timeout_s": _SERVE_S, "log_dir": "", "path": sys.path}
-            self._served.append(CheckProcess({**order, **more}, (fd,)))
-        finally:
-            os.close(fd)
+        with self._serving:
+            for each in [each for each in self._served if each.has_ended()]:
+                each.close()
+                self._served.remove(each)
+            if len(self._served) >= _MOST_SERVED:
+                raise HostError(f"{_MOST_SERVED} other nodes are served already")
+            fd, address, port = self._run.listen_for_peer()
+            secret = os.urandom(16).hex()
+            order = {"checks": [{"name": "serve", "kind": "serve", "words": [secret]}], "fd": fd}
+            try:
+                more = {"timeout_s": _SERVE_S, "log_dir": "", "path": sys.path}
+                self._served.append(CheckProcess({**order, **more}, (fd,)))
+            finally:
+                os.close(fd)
         return {"address": address, "port": port, "secret": secret}
 
     # The machine's commands.
@@ -246,9 +255,15 @@ class NodeChecks(Sink):
                     self._stop()
                 case gate.AskForPlace():
                     self._has_news = True
-                case gate.Report(results, delay_s):
+                case gate.Report(results, delay_s, left_s):
                     for sink in self._told:
                         sink.checked(results, delay_s)
+                    if left_s is not None:
+                        logger.warning(
+                            "the run fails in %.0f s if the checks have not passed by then (--join-timeout)", left_s
+                        )
+                case gate.GiveUp(reason):
+                    self._run.give_up(reason)
 
     def _start(self) -> None:
         self._stop()
@@ -277,11 +292,11 @@ class NodeChecks(Sink):
                 logger.warning("the output of the checks is not kept: %s", each["unkept"])
             else:
                 self._results[each["name"]] = CheckResult(**each)
-        if len(self._results) == len(self._plan.checks):
+        is_late, has_all = now >= self._ends_by, len(self._results) == len(self._plan.checks)
+        if has_all:
             self._step(gate.ChecksEnded(self._found()))
-        is_late = now >= self._ends_by
-        if is_late:
-            procfs.kill(process.pid)
+        if is_late or (is_over and not has_all):
+            process.kill()
         if is_late or is_over:
             self._stop()
             trouble = (FAILED, "no answer of its process") if is_late else (UNKNOWN, "its process was killed")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from holdfast import notice_board, procfs, signals
+from holdfast import escape, notice_board, procfs, signals
 from holdfast.agent.notice_plan import NoticePlan
 from holdfast.errors import UserError
 from holdfast.frozen import frozen
@@ -35,6 +35,7 @@ logger = Logger(__name__)
 DEFAULT_SIGNAL = "SIGUSR1"
 DEFAULT_TIME_S = 120.0
 REASON_LIMIT_CHARS = 300
+_LARGEST = 1e300
 
 
 @frozen
@@ -85,13 +86,14 @@ def request_in(said: Any, default_s: float, reason: str) -> NoticeRequest:
     if not _is_number(left_s) or not left_s <= LONGEST_NOTICE_S:
         raise ValueError(f"{'at' if at is not None else 'in_s'} is no time within a day: {str(said)[:100]}")
     text = said.get("reason", "")
-    reason = (text if isinstance(text, str) and text else reason)[:REASON_LIMIT_CHARS]
+    reason = escape.encodable(text if isinstance(text, str) and text else reason)[:REASON_LIMIT_CHARS]
     is_withdrawn = said.get("withdraw") is True
     return NoticeRequest(None if is_withdrawn else max(0.0, float(left_s)), reason, said.get("whole_run") is True)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    """Not one of JSON that no float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 class NodeNotice:
@@ -109,7 +111,8 @@ class NodeNotice:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Within this block, a run of the agent, its sources are heard."""
+        """Within this block, a run of the agent, its sources are heard. Its signals mean nothing after it, and harm
+        nothing: the workers may still be in their grace."""
         settings, box = self._settings, signals.inbox()
         box.watch(settings.notice_signal, settings.passed)
         watch: Any = contextlib.nullcontext()
@@ -121,7 +124,6 @@ class NodeNotice:
             with watch:
                 yield
         finally:
-            box.watch(None, frozenset())
             self._remove_file()
 
     def take_signals(self) -> None:
@@ -207,8 +209,9 @@ class NodeNotice:
             logger.warning("the workers cannot be told of the notice: %s: %s", self._path, error.strerror)
 
     def _remove_file(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+        for path in (self._path, f"{self._path}.new"):  # The second is there if the disk was full.
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def words(going: GoingAway, plan: NoticePlan) -> str:

@@ -34,6 +34,7 @@ class NoticeFile:
         self._path, self._default_s, self._give = os.path.abspath(path), default_s, give
         self._version: tuple[int, int, int] | None = None  # Of the file that was given as a notice.
         self._doubtful: tuple[int, int, int] | None = None  # Of one that made no sense when it was first seen.
+        self._is_whole_run = False  # So says the file that was given.
         self._problem = ""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holdfast-notice", daemon=True)
@@ -55,7 +56,7 @@ class NoticeFile:
             found = os.stat(self._path)
         except FileNotFoundError:
             if self._version is not None:
-                self._give(NoticeRequest(None, f"{self._path} was removed"))
+                self._give(NoticeRequest(None, f"{self._path} was removed", self._is_whole_run))
             self._version = self._doubtful = None
             return
         except OSError as error:  # A directory that may not be looked into, say.
@@ -67,8 +68,8 @@ class NoticeFile:
         reason, problem = f"{self._path} appeared", ""
         request = NoticeRequest(self._default_s, reason)
         try:
-            with open(self._path, "rb") as file:
-                text = file.read(_LIMIT_BYTES)
+            with open(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # It may be a pipe.
+                text = file.read(_LIMIT_BYTES) or b""
             if text.strip():
                 request = request_in(json.loads(text), self._default_s, reason)
         except OSError as error:
@@ -80,7 +81,7 @@ class NoticeFile:
             return
         if problem:
             self._warn(f"--notice-file {self._path} is a notice of {self._default_s:g} s: it cannot be read: {problem}")
-        self._version = version
+        self._version, self._is_whole_run = version, request.is_whole_run
         self._give(request)
 
     def _warn(self, text: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from holdfast import escape
 from holdfast.agent import control, lifecycle
 from holdfast.agent.lifecycle import AgentPhase, Step
 from holdfast.agent.model import TORCHELASTIC_HEALTH_CHECK_PORT, Worker, WorkerGroup
@@ -259,7 +260,7 @@ class Publisher(Sink):
         """The loop does it, when it is its turn."""
         run = self._run
         scope = "run" if run.reaches_all_nodes else "node"
-        run.request_close(str(request.get("reason") or "closed by the user")[:_REASON_LIMIT])
+        run.request_close(escape.encodable(str(request.get("reason") or "closed by the user"))[:_REASON_LIMIT])
         return {"scope": scope, "pid": os.getpid()}
 
     def _give_notice(self, request: Mapping[str, Any]) -> dict[str, Any]:

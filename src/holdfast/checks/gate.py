@@ -12,6 +12,9 @@ Results hold for `HOLD_S`, so an ordinary restart asks for its place at once. A 
 that is blamed on the node, ends them (`Suspected`). A node that waits for a place as a standby checks again when they
 are old, and stays ready meanwhile. The delay after a failure is that of lost hosts: 10 s, doubled each time up to 10
 minutes. A check without evidence counts as passed.
+
+A coordinator ends a run that has too few nodes. A node without one gives up by itself (`GiveUp`) if it stays out for
+the join timeout: `patience_s`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from holdfast.frozen import frozen
 
 HOLD_S = 600.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 10.0, 600.0
-_NEVER = float("-inf")
+_NEVER, _FOREVER = float("-inf"), float("inf")
 
 PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
 
@@ -102,20 +105,30 @@ class AskForPlace:
 
 @frozen
 class Report:
-    """`delay_s` is until the next try, if the node stays out."""
+    """`delay_s` is until the next try, if the node stays out; `left_s` is until it gives up, if it does."""
 
     results: tuple[CheckResult, ...]
     delay_s: float | None = None
+    left_s: float | None = None
 
 
-Command = StartChecks | StopChecks | AskForPlace | Report
+@frozen
+class GiveUp:
+    """The node has stayed out for the join timeout."""
+
+    reason: str
+
+
+Command = StartChecks | StopChecks | AskForPlace | Report | GiveUp
 
 
 class Gate:
     """Of one agent."""
 
-    def __init__(self, plan: CheckPlan) -> None:
+    def __init__(self, plan: CheckPlan, patience_s: float = _FOREVER) -> None:
         self._excludes = plan.excludes
+        self._patience_s = patience_s
+        self._give_up_at = _FOREVER  # While the node is not ready.
         self.state = GateState.IDLE
         self.unready: str | None = None  # What the run was told last.
         self._fresh_until = _NEVER
@@ -123,9 +136,9 @@ class Gate:
         self._failures = 0  # In a row, with a node that stays out.
 
     def next_deadline(self) -> float | None:
-        if self.state is GateState.SHUT:
-            return self._retry_at
-        return self._fresh_until if self.state is GateState.OPEN else None
+        due = {GateState.SHUT: self._retry_at, GateState.OPEN: self._fresh_until}.get(self.state, _FOREVER)
+        due = min(due, self._give_up_at) if self.unready else due
+        return due if due < _FOREVER else None
 
     def step(self, event: Event, now: float) -> list[Command]:
         match event:
@@ -138,8 +151,10 @@ class Gate:
                 return self._ended(results, now) if self.state is GateState.CHECKING else []
             case RoundBegun():
                 was_checking = self.state is GateState.CHECKING
-                self.state, self.unready = GateState.IDLE, None
+                self.state, self.unready, self._give_up_at = GateState.IDLE, None, _FOREVER
                 return [StopChecks()] if was_checking else []
+            case TimePassed() if self.unready and now >= self._give_up_at:
+                return self._give_up(self.unready)
             case TimePassed():
                 deadline = self.next_deadline()
                 if deadline is None or now < deadline:
@@ -148,12 +163,18 @@ class Gate:
                 return [StartChecks()]
         assert_never(event)
 
+    def _give_up(self, reason: str) -> list[Command]:
+        stopped: list[Command] = [StopChecks()] if self.state is GateState.CHECKING else []
+        self.state, self.unready, self._give_up_at = GateState.IDLE, None, _FOREVER
+        return [*stopped, GiveUp(reason)]
+
     def _wanted(self, now: float) -> list[Command]:
         if self.state is GateState.SHUT and now < self._retry_at:
             return [AskForPlace(self.unready)]
         if now < self._fresh_until:
-            self.state, self.unready = GateState.OPEN, None
+            self.state, self.unready, self._give_up_at = GateState.OPEN, None, _FOREVER
             return [AskForPlace(None)]
+        self._be_patient(now)
         was_checking = self.state is GateState.CHECKING
         self.state, self.unready = GateState.CHECKING, ""
         return [AskForPlace(""), *([] if was_checking else [StartChecks()])]
@@ -162,13 +183,21 @@ class Gate:
         failed = [each for each in results if each.state == FAILED]
         if not failed or not self._excludes:
             self.state, self._fresh_until, self._failures = GateState.OPEN, now + HOLD_S, 0
+            self._give_up_at = _FOREVER
             return [Report(results), *self._tell(None)]
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._failures, 10))
         self._failures += 1
         self.state, self._fresh_until, self._retry_at = GateState.SHUT, _NEVER, now + delay_s
         more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
         reason = f"its check {failed[0].name} failed: {failed[0].text}{more}"
-        return [Report(results, delay_s), *self._tell(reason)]
+        self._be_patient(now)
+        left_s = max(0.0, self._give_up_at - now) if self._give_up_at < _FOREVER else None
+        return [Report(results, delay_s, left_s), *self._tell(reason)]
+
+    def _be_patient(self, now: float) -> None:
+        """From now on, if the node was ready until now."""
+        if self._give_up_at == _FOREVER:
+            self._give_up_at = now + self._patience_s
 
     def _tell(self, unready: str | None) -> list[Command]:
         """If that is news."""

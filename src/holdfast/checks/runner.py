@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from holdfast import procfs
 from holdfast.checks import built_in, gate
 from holdfast.process.spawner import forked
+from holdfast.signals import signal_name
 from holdfast.text import plural
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -38,7 +39,7 @@ _KILL_S = 0.5  # A process that is there so long after SIGKILL is said to be unk
 class _RunningCheck:
     def __init__(self, spec: Mapping[str, Any], order: Mapping[str, Any]) -> None:
         self.name, self._is_built_in = str(spec["name"]), bool(spec["kind"])
-        self._mark = f"check.{os.urandom(8).hex()}".encode()
+        self._mark = f"{order['mark']}.{os.urandom(4).hex()}".encode()
         self._began = time.monotonic()
         self.ends_at = self._began + float(order["timeout_s"])
         self.output, self._size, self._trouble = bytearray(), 0, ""
@@ -102,7 +103,7 @@ class _RunningCheck:
             return (gate.UNKNOWN if code else gate.PASSED), said
         if self._is_built_in and code == _FAILED_CODE:
             return gate.FAILED, said
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
         return gate.FAILED, f"{how}: {said}" if said else how
 
     def _owns(self, pid: int) -> bool:

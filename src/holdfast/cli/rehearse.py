@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from holdfast.cli import console, run_by_ssh
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.options import HOSTS, OPTIONS, RunArguments
 from holdfast.cli.arguments.parser import PlainParser
+from holdfast.cli.arguments.values import seconds_above_0
 from holdfast.cli.exit_status import reported
 from holdfast.cli.job import job_of
 from holdfast.errors import HostError, UserError
@@ -50,9 +52,17 @@ _SHOWN_CHARS = 4000
 # What a rehearsal decides itself.
 _DECIDED = (
     "rdzv_id", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port", "node_rank", "standalone", "log_dir",
-    "events_file", "tee", "redirects", "dashboard", "health_port", "host_discovery", "detach", "copy",
+    "events_file", "tee", "redirects", "dashboard", "health_port", "host_discovery", "detach", "copy", "preload_keep",
 )  # fmt: skip
 _OF_SSH = ("rejoin_hosts", "env", "ssh", "host_timeout", "remote_python")
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+    return text
 
 
 class RehearseOptions(Options):
@@ -60,13 +70,13 @@ class RehearseOptions(Options):
     expect_file = optional("--expect-file FILE", _GROUP, texts, joined_by=",", in_environment=False, help=
         "a file that must have the same content as after the undisturbed run; its path is relative to the working "
         "directory of the job; may be repeated")
-    expect_output = value("--expect-output REGEX", _GROUP, str, "", in_environment=False, help=
+    expect_output = value("--expect-output REGEX", _GROUP, _regex, "", in_environment=False, help=
         "the last line of output that matches must be the same")
     seed = value("--seed NUMBER", _GROUP, int, "0", in_environment=False, help=
         "draws the moments of the faults and their victims")
     here = flag("--here", _GROUP, in_environment=False, help=
         "run the job in the current directory instead of a new one for each trial: it must clean up after itself")
-    trial_timeout = optional("--trial-timeout SECONDS", _GROUP, float, in_environment=False, help=
+    trial_timeout = optional("--trial-timeout SECONDS", _GROUP, seconds_above_0, in_environment=False, help=
         "how long a trial may take (default: 60 s and ten times as long as the undisturbed run)")
     keep = value("--keep DIR", _GROUP, str, "", in_environment=False, help=
         "keep output, logs and events of all trials in this directory")
@@ -97,6 +107,11 @@ def main(argv: Sequence[str]) -> int:
 def _rehearse(args: RunArguments) -> int:
     console.set_up(quiet=args.quiet, verbose=args.verbose)
     asked, where = RehearseOptions.taken_from(args), _where(args)
+    if args.snapshot_dir and (asked.here or os.path.isabs(args.snapshot_dir)):
+        raise UserError(
+            f"--snapshot-dir {args.snapshot_dir}: a real run may have its snapshots there; give a relative path, and "
+            "not --here"
+        )
     job = _job(args)
     home = Path(asked.keep or tempfile.mkdtemp(prefix="holdfast-rehearsal-")).absolute()
     if asked.keep and home.exists() and any(home.iterdir()):

@@ -45,7 +45,7 @@ def odd(groups: Sequence[Folded]) -> tuple[Folded, ...]:
 
 def _oddness(group: Folded) -> tuple[int, int, tuple[int, ...]]:
     """The least is the oddest."""
-    return _KINDS.index(group.kind), len(group.ranks), group.ranks
+    return _KINDS.index(group.kind), 0 if group.kind == CANNOT_RUN else len(group.ranks), group.ranks
 
 
 def sentences(groups: Sequence[Folded]) -> list[str]:

@@ -98,11 +98,12 @@ RULES = (
          r"\bEDAC \S+: \d+ UE\b", EXCLUDE_NODE, CERTAIN, "The processor or the memory of the host reported an error."),
     Rule("stuck-in-kernel", "any text", r"in uninterruptible sleep for", EXCLUDE_NODE, LIKELY,
          "A device or a mount of the host does not answer."),
-    Rule("io-error", "message", r"\bErrno 5\b|input/output error|\bI/O error\b", EXCLUDE_NODE, LIKELY,
+    Rule("io-error", "message", r"\bErrno (5|116)\b|input/output error|\bI/O error\b|stale file handle",
+         EXCLUDE_NODE, LIKELY,
          "A disk or a mount of the host fails."),
     Rule("gpu-not-usable", "message", r"no CUDA-capable device|No CUDA GPUs are available|CUDA error: (unknown error|"
-         r"initialization error|system not yet initialized)|CUDA unknown error|nvidia-smi has failed", EXCLUDE_NODE,
-         LIKELY, "The driver or the GPUs of the host do not work."),
+         r"initialization error|system not yet initialized)|CUDA unknown error|nvidia-smi has failed|"
+         r"found no NVIDIA driver", EXCLUDE_NODE, LIKELY, "The driver or the GPUs of the host do not work."),
     # The end of a node, of a spawner, of a start.
     Rule("silent-node", "kind", f"^{LOST_NODE}: .*was silent", EXCLUDE_NODE, LIKELY,
          "The host or its network stopped without a word."),
@@ -142,6 +143,9 @@ RULES = (
          STOP, LIKELY, "A path is wrong or not mounted."),
     Rule("no-permission", "message", r"^PermissionError\b|permission denied|\bErrno 30\b|read-only file system",
          STOP, LIKELY, "The user may not do this."),
+    Rule("broken-file", "message", r"UnpicklingError: |^EOFError: Ran out of input|PytorchStreamReader failed|"
+         r"SafetensorError: ", STOP, LIKELY,
+         "A file, such as a checkpoint, is not complete or of another kind."),
     Rule("tensor-mismatch", "message", r"shapes cannot be multiplied|must match the size of tensor|size mismatch|"
          r"Error\(s\) in loading state_dict|on the (same|expected) device|is out of bounds", STOP, LIKELY,
          "The model, the data and the checkpoint do not fit together."),
@@ -150,6 +154,8 @@ RULES = (
     Rule("wrong-build", "message", r"no kernel image is available|driver version is insufficient|driver on your system "
          r"is too old|not compiled with CUDA|does ?n.t have NCCL built in|GLIBC\w*_\S+. not found", STOP, LIKELY,
          "The libraries do not fit the host."),
+    Rule("gpu-numbers", "message", r"invalid device ordinal|duplicate GPU detected|ncclInvalidUsage|, invalid usage\b",
+         STOP, LIKELY, "There are more workers than GPUs, or two workers use one GPU."),
     Rule("gpu-memory-access", "message", r"illegal memory access|unspecified launch failure|misaligned address",
          RESTART, LIKELY, "A kernel used a wrong address; often a race."),
     # Peers and the network.

@@ -5,8 +5,9 @@ those whose main threads have the same Python frames (function, file, line) are 
 shown but not compared, because below the same line of Python they differ by chance.
 
 A group is *odd* if the others probably wait for it. The criteria, in order: a process that cannot run (stopped, or in
-uninterruptible sleep) blocks the rest; workers in a collective wait for those that are not in one; the smaller group;
-the lower step. Groups that tie are equally odd; if all groups tie, none is odd. The *crowd* is the least odd group.
+uninterruptible sleep) blocks the rest, wherever it is; workers in a collective wait for those that are not in one; the
+smaller group; the lower step. Groups that tie are equally odd; if all groups tie, none is odd. The *crowd* is the least
+odd group.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _SUMMARY_NATIVE_FRAMES = 3
 _NAME_LIMIT_CHARS = 80
 _SOURCE_LIMIT_CHARS = 80
 
+_UNKNOWN = "at an unknown place"
 _FROZEN = {
     "T": "stopped by a signal such as SIGSTOP",
     "t": "stopped by a debugger",
@@ -182,8 +184,10 @@ def picture(looks: Iterable[WorkerLook]) -> Picture:
 
 def _oddness(group: Group) -> tuple[bool, bool, int, float]:
     """The least is the oddest."""
+    if group.first.frozen is not None:
+        return False, False, 0, 0.0
     lowest_step = min((look.step for look in group.looks if look.step is not None), default=float("inf"))
-    return group.first.frozen is None, group.first.is_in_collective, len(group.looks), lowest_step
+    return True, group.first.is_in_collective, len(group.looks), lowest_step
 
 
 def _python_frames(frames: Sequence[Frame]) -> list[Frame]:
@@ -195,7 +199,7 @@ def place(look: WorkerLook) -> str:
     frames = _python_frames(look.main)
     frame = next((each for each in frames if not _LIBRARY.search(each.file)), frames[0] if frames else None)
     if frame is None:
-        return _kernel_place(look.leader) or "at an unknown place"
+        return _kernel_place(look.leader) or _UNKNOWN
     source = f" `{escape.cut(frame.source, _SOURCE_LIMIT_CHARS)}`" if frame.source else ""
     return f"at {frame.file.rpartition('/')[2]}:{frame.line} in {frame.name}{source}"
 
@@ -205,8 +209,10 @@ def _kernel_place(look: Look) -> str:
 
 
 def folded(looked: Picture) -> tuple[Folded, ...]:
-    """The groups for the report of a failure: which ranks were at which place."""
-    return tuple(Folded(group.ranks, *_kind_and_place(group.first)) for group in looked.groups)
+    """The groups for the report of a failure: which ranks were at which place. Workers that did not answer in time are
+    left out: they would stand out for that alone."""
+    places = [(group.ranks, *_kind_and_place(group.first)) for group in looked.groups]
+    return tuple(Folded(*each) for each in places if each[1:] != (ELSEWHERE, _UNKNOWN))
 
 
 def _kind_and_place(look: WorkerLook) -> tuple[str, str]:

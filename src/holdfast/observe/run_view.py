@@ -127,8 +127,16 @@ class RunView:
 def _node_of(told: Told) -> NodeStatus:
     agent = told.status
     ranks = [worker.global_rank for worker in agent.workers if worker.global_rank >= 0]
-    place = (agent.node if agent.node is not None and agent.node >= 0 else None, min(ranks, default=None))
-    return NodeStatus(name_of(agent), "", *place, agent.role, len(agent.workers), agent.phase, is_connected=True)
+    return NodeStatus(
+        name_of(agent),
+        rank=agent.node if agent.node is not None and agent.node >= 0 else None,
+        first_rank=min(ranks, default=None),
+        role=agent.role,
+        local_world_size=len(agent.workers),
+        state=agent.phase,
+        is_connected=True,
+        leaves_in_s=agent.notice.own_left_s if agent.notice is not None else None,
+    )
 
 
 def look(

@@ -9,7 +9,7 @@ from holdfast import escape, signals
 from holdfast.frozen import changed
 from holdfast.observe.run_view import RunView
 from holdfast.telemetry.history import HistoryStatus
-from holdfast.telemetry.status import AgentStatus, SnapshotStatus, WorkerStatus
+from holdfast.telemetry.status import AgentStatus, NoticeStatus, SnapshotStatus, WorkerStatus
 from holdfast.text import plural, size_text
 
 _WIDEST_CELL = 60
@@ -100,12 +100,16 @@ def notice_line(view: RunView) -> str:
     told = view.record.notice
     if told is None:
         return ""
+    why = f": {told.reason}" if told.reason else ""
+    return f"{going_text(told)} in {age_text(told.left_s)}{why}"
+
+
+def going_text(told: NoticeStatus) -> str:
+    """`a, b and 3 more go away`."""
     names = ", ".join(told.nodes)
     more = f" and {told.node_count - len(told.nodes)} more" if told.node_count > len(told.nodes) else ""
     who = "the whole run" if told.is_whole_run else f"{names}{more}" if names else "this node"
-    verb = "goes" if told.is_whole_run or told.node_count == 1 else "go"
-    why = f": {told.reason}" if told.reason else ""
-    return f"{who} {verb} away in {age_text(told.left_s)}{why}"
+    return f"{who} {'goes' if told.is_whole_run or told.node_count == 1 else 'go'} away"
 
 
 def rank_text(rank: int | None) -> str:

@@ -7,14 +7,15 @@ which its author may be changing.
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import PathFinder
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.process.spawner import command
+
+if TYPE_CHECKING:
+    import ast
 
 AUTO = "auto"
 
@@ -40,6 +41,8 @@ def resolved(names: tuple[str, ...], entrypoint: Callable[..., Any] | str, args:
 
 def third_party_imports(path: str) -> tuple[str, ...]:
     """None if the file is not Python that can be read: that is for the workers to say."""
+    import ast  # Only `auto` needs it.
+
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read())
@@ -50,6 +53,8 @@ def third_party_imports(path: str) -> tuple[str, ...]:
 
 
 def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
+    import ast
+
     for statement in statements:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)
@@ -60,6 +65,8 @@ def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 def _is_third_party(name: str, home: str) -> bool:
+    from importlib.machinery import PathFinder
+
     if name in sys.stdlib_module_names or name == "holdfast" or PathFinder.find_spec(name, [home]) is not None:
         return False
     return PathFinder.find_spec(name, [place for place in sys.path if place]) is not None

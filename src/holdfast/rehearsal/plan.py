@@ -38,13 +38,15 @@ class Fault(StrEnum):
 @frozen
 class Seen:
     """What was seen of one trial. `last_step` is of `holdfast.progress`. `result` is a digest of what the user has
-    named, and empty without. The times are in seconds after the fault: when a node had noticed it, when all workers ran
-    again, and when the job was further than before. `steps_again` are the steps that were computed twice."""
+    named, and empty without; `missing` says what of it is not there. The times are in seconds after the fault: when a
+    node had noticed it, when all workers ran again, and when the job was further than before. `steps_again` are the
+    steps that were computed twice."""
 
     exit_code: int | None
     seconds: float
     last_step: int | None = None
     result: str = ""
+    missing: str = ""
     has_struck: bool = True
     noticed_s: float | None = None
     running_s: float | None = None
@@ -95,6 +97,8 @@ def judged(fault: Fault, seen: Seen, undisturbed: Seen) -> Trial:
         return Trial(fault, "lost", f"the run ended with exit code {seen.exit_code}", seen)
     if not seen.has_struck:
         return Trial(fault, "not covered", "the job was over before the fault; give it more to do", seen)
+    if undisturbed.missing:
+        return Trial(fault, "lost", f"there is nothing to compare: {undisturbed.missing}", seen)
     if seen.result != undisturbed.result:
         return Trial(fault, "lost", "the result is not that of the undisturbed run", seen)
     if seen.last_step != undisturbed.last_step:
@@ -117,6 +121,8 @@ def table(trials: list[Trial], what_is_compared: str) -> str:
     lost = sum(each.state == "lost" for each in trials)
     survived = sum(each.state == "survived" and each.fault is not Fault.NONE for each in trials)
     verdict = f"{plural(lost, 'fault')} not survived" if lost else f"all {plural(survived, 'fault')} survived"
+    if trials[0].state == "lost":
+        verdict = "no fault was tried"
     return "\n".join([*lines, f"{verdict}; compared: {what_is_compared}"]) + "\n"
 
 

@@ -43,14 +43,17 @@ class Expected:
     files: tuple[str, ...] = ()
     output: str = ""
 
-    def digest(self, found: Sequence[Sequence[str]], output: Path) -> str:
-        """`found` has the digests of the files on each host. A file may be on one host only, or on each the same."""
+    def digest(self, found: Sequence[Sequence[str]], output: Path) -> tuple[str, str]:
+        """Of the result, and words for a part of it that is not there. `found` has the digests of the files on each
+        host. A file may be on one host only, or on each the same."""
         of_files = [{each for each in every if each} for every in zip(*found, strict=True)]
-        words = [",".join(sorted(each)) or "missing" for each in of_files]
+        parts = {f"there is no file {name}": each for name, each in zip(self.files, of_files, strict=True)}
         if self.output:
             lines = [line for line in output.read_text(errors="replace").splitlines() if re.search(self.output, line)]
-            words.append((lines or ["missing"])[-1])
-        return hashlib.sha256("\n".join(words).encode()).hexdigest() if words else ""
+            parts[f"no line of the output matches {self.output!r}"] = {*lines[-1:]}
+        text = "\n".join(",".join(sorted(each)) for each in parts.values())
+        missing = next((words for words, each in parts.items() if not each), "")
+        return hashlib.sha256(text.encode()).hexdigest() if parts else "", missing
 
 
 @frozen
@@ -134,7 +137,7 @@ class Rehearsal:
         if self._struck_at is None:
             noticed_s = running_s = None
         return Seen(
-            code, seconds, last_step, expected.digest(files, self.output),
+            code, seconds, last_step, *expected.digest(files, self.output),
             self._struck_at is not None or self._fault is Fault.NONE, noticed_s, running_s,
             self._since_fault(self._further_at.get(self._first_again is not None)), self._steps_again(),
         )  # fmt: skip
@@ -198,8 +201,8 @@ class Rehearsal:
             if agent.poll() is None:
                 agent.kill()
                 agent.wait()
-        for side in self._sides:
-            while coordinators := side.host.coordinators(side.mark):  # One waits for nodes that may come back.
+        for side in self._sides:  # A coordinator waits for nodes that may come back.
+            while (coordinators := side.host.coordinators(side.mark)) and time.monotonic() < deadline + _PATIENCE_S:
                 side.host.signal(coordinators, signal.SIGKILL)
                 time.sleep(_LOOK_AGAIN_S)
 

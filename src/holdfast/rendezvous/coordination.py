@@ -105,6 +105,7 @@ class Coordination(abc.ABC):
 
     has_leases = False
     has_snapshots = False
+    join_patience_s = float("inf")  # How long this node may stay out before it has to `give_up`.
     joined: str | None = None
 
     def __init__(self) -> None:
@@ -135,6 +136,9 @@ class Coordination(abc.ABC):
     def tell_ready(self, unready: str | None) -> None:
         """While the node waits for a place: `unready` has changed."""
         self.unready = unready
+
+    def give_up(self, reason: str) -> None:  # noqa: B027  # a coordinator ends a run that waits too long
+        """`join_patience_s` is over, and this node stays out for that reason. `Ended` is pushed."""
 
     @abc.abstractmethod
     def found(self, sealed: Sealed) -> RendezvousInfo:

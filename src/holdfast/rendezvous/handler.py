@@ -483,8 +483,8 @@ def create_handler_at(
 
 
 def _cut(reason: str | None) -> str | None:
-    """What may be sent of it: the name of a command may have halves of characters."""
-    return reason and escape.cut(reason.encode("utf-8", "backslashreplace").decode(), protocol.MAX_TEXT)
+    """What may be sent of it."""
+    return reason and escape.cut(escape.encodable(reason), protocol.MAX_TEXT)
 
 
 def digest_of(path: str) -> str:

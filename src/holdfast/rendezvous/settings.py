@@ -182,7 +182,7 @@ TABLE: tuple[Setting, ...] = (
     Setting("heartbeat_timeout", SECONDS, None, "Has no effect and causes a warning. Use `lease`."),
     Setting("store_type", _one_of("tcp"), "tcp", "Has no effect: nodes meet at a coordinator.", "tcp static"),
 )  # fmt: skip
-_USED_ALONE = ("rank", "timeout", "coordinator_port", "agent_store", "snapshot_every")
+_USED_ALONE = ("rank", "join_timeout", "timeout", "coordinator_port", "agent_store", "snapshot_every")
 _GROUPS = {"c10d": "tcp", "etcd-v3": "etcd", "standalone": "static"}  # Backends with the settings of another one.
 
 

@@ -8,6 +8,7 @@ handler is never called twice at once.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from holdfast.rendezvous.membership.model import (
     Stop,
 )
 from holdfast.rendezvous.membership.restart_policy import Budget, RestartPolicy
-from holdfast.rendezvous.static import StandaloneRendezvous
+from holdfast.rendezvous.static import JOIN_TIMEOUT_S, StandaloneRendezvous
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.membership.agreed_steps import AgreedSteps
@@ -64,6 +65,8 @@ class SoloCoordination(Coordination):
         self._earlier: tuple[model.RoundEnd, ...] = ()
         self._found: RendezvousInfo | None = None
         self._is_deferred = False  # The agent wants a place, and is not ready for it.
+        self._failure: Failure | None = None  # Of the last round.
+        self.join_patience_s = float(getattr(handler, "join_timeout_s", JOIN_TIMEOUT_S))
 
     def introduce(
         self, role: str, local_world_size: int, policy: RestartPolicy, grace_s: float = 30.0, script: str = "",
@@ -78,6 +81,7 @@ class SoloCoordination(Coordination):
             return
         self._is_deferred = self.unready is not None
         if self._is_deferred:
+            self._failure = failure
             return  # There is no coordinator that would want to know.
         delay_s, self._delay_s = self._delay_s, 0.0
         self.close()
@@ -94,6 +98,13 @@ class SoloCoordination(Coordination):
         self.unready = unready
         if unready is None and self._is_deferred:
             self.join()
+
+    def give_up(self, reason: str) -> None:
+        text = f"no round within {self.join_patience_s:g} s (--join-timeout): {os.uname().nodename} stays out: {reason}"
+        # The round of that failure is in the report as the last one.
+        earlier = self._earlier if self._failure is None else self._earlier[:-1]
+        self.outcome = Outcome(End.FAILED, text, self._failure, (), earlier)
+        self._mailbox.put(Ended(self.outcome))
 
     def close(self) -> None:
         """Ask the handler no more about this round."""

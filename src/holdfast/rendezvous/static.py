@@ -21,7 +21,7 @@ from holdfast.rendezvous.api import DefaultTimeout, RendezvousInfo, RendezvousPa
 from holdfast.rendezvous.membership.model import AgentStore
 from holdfast.rendezvous.store import InProcessStore
 
-_TIMEOUT_S = 600
+JOIN_TIMEOUT_S = 600.0  # If none is given.
 
 
 class StaticTCPRendezvous(api.RendezvousHandler):
@@ -34,12 +34,15 @@ class StaticTCPRendezvous(api.RendezvousHandler):
     snapshot_every_s = 0.0  # How often a step is written to disk, on one node; 0: never.
 
     def __init__(
-        self, master_addr: str, master_port: int, rank: int, world_size: int, run_id: str, timeout: float = _TIMEOUT_S
-    ) -> None:
+        self, master_addr: str, master_port: int, rank: int, world_size: int, run_id: str,
+        timeout: float = JOIN_TIMEOUT_S,
+    ) -> None:  # fmt: skip
         self._master = RendezvousStoreInfo(master_addr, master_port)
         self._run_id = run_id
         self._rank, self._world_size = rank, world_size
         self._timeout = timedelta(seconds=timeout)
+        # How long the node may wait for its own checks. The default of LaunchConfig is about stores.
+        self.join_timeout_s = JOIN_TIMEOUT_S if type(timeout) is DefaultTimeout else float(timeout)
         self._lock = threading.Lock()
         self._held, self._held_free = endpoints.HeldPort(), endpoints.HeldPort()
         self._is_closed = False
@@ -90,7 +93,9 @@ class StandaloneRendezvous(StaticTCPRendezvous):
 
     backend = "standalone"
 
-    def __init__(self, run_id: str, timeout_s: float = _TIMEOUT_S, agent_store: AgentStore = AgentStore.AUTO) -> None:
+    def __init__(
+        self, run_id: str, timeout_s: float = JOIN_TIMEOUT_S, agent_store: AgentStore = AgentStore.AUTO
+    ) -> None:
         super().__init__("127.0.0.1", 0, 0, 1, run_id, timeout_s)
         self.agent_store = agent_store
 
@@ -147,7 +152,7 @@ def coordinator_address(params: RendezvousParameters) -> tuple[str, int]:
 def _settings_alone(params: RendezvousParameters) -> dict[str, Any]:
     """Of a node that meets no other. A run on one machine, which is given none as a rule, does not import the table."""
     usual = {
-        "join_timeout": next((each for each in params.config.values() if type(each) is DefaultTimeout), _TIMEOUT_S)
+        "join_timeout": next((each for each in params.config.values() if type(each) is DefaultTimeout), JOIN_TIMEOUT_S)
     }
     if all(type(each) is DefaultTimeout for each in params.config.values()):
         return usual

@@ -3,6 +3,10 @@
 A worker that holdfast has started has a socket to its spawner, which owns the slots (`messages`). `save` asks for a
 slot, copies into it and commits; a worker that dies before that has changed nothing that counts. Mappings are kept, so
 that a save costs a copy and no page faults. Outside a run `save` keeps nothing and `load` finds nothing.
+
+`load` and `stage` return arrays that lie in a private mapping of a slot of this rank. A page of it shows the slot until
+one of them is written. What the program writes is its own. Before this process writes into the slot again, or forks, it
+makes each page that is still in use its own, too. No other process writes into it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import mmap
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,7 +26,7 @@ from holdfast.snapshots.messages import HEAD, packed
 
 _WANT_PATIENCE_S = 5.0
 _COMMIT_PATIENCE_S = 60.0
-_MADV_POPULATE_READ = 22
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 
 class SnapshotError(HoldfastError, RuntimeError):
@@ -59,6 +64,8 @@ class Snapshots:
         self._lock = threading.Lock()
         self._request = 0
         self._memory: dict[int, mmap.mmap] = {}
+        # The private mappings in which arrays lie, and the inodes of their slots. An array keeps its mapping alive.
+        self._shown = weakref.WeakKeyDictionary[mmap.mmap, int]()
 
     @property
     def is_kept(self) -> bool:
@@ -70,45 +77,81 @@ class Snapshots:
         when the block ends; if the block raises, nothing is. Steps must rise, and every rank must save. With
         `replicated` all ranks have the same state: a world of any size can load it, from any rank, and it is enough if
         one rank saves. With `checksum` a load checks that the bytes are the same."""
-        if type(step) is not int or not 0 <= step < 1 << 53:
-            raise SnapshotError(f"a step must be a whole number from 0 on, not {step!r}")
+        _check(step)
         out: dict[str, Any] = {}
         yield out
         if self._sock is not None:
-            self._save(step, out, messages.REPLICATED if replicated else 0, checksum)
+            import zlib
 
-    def _save(self, step: int, out: dict[str, Any], flags: int, has_checksum: bool) -> None:
-        import zlib
+            arranged = layout.arrange(out, arrays.array_of, zlib.crc32 if checksum else None)
+            with self._lock:
+                os.close(self._committed(step, arranged, replicated))
 
-        arranged = layout.arrange(out, arrays.array_of, zlib.crc32 if has_checksum else None)
+    def stage(self, step: int, values: Mapping[str, Any], *, replicated: bool = False) -> dict[str, Any]:
+        """Save the values, and return them with arrays in the memory of the snapshot, for a program that writes them
+        somewhere while it computes on. No later save changes what it returns: one that needs the memory copies what is
+        still in use first. Outside a run the values are copied, and nothing is saved."""
+        _check(step)
+        arranged = layout.arrange(dict(values), arrays.array_of)
+        if self._sock is None:
+            memory = mmap.mmap(-1, arranged.size)
+            _write(memory, arranged)
+            return _values_in(memory, is_copied=False)
         with self._lock:
-            slot = self._slot_for(arranged.size, step)
-            with memoryview(self._memory[slot]) as memory:
-                memory[: len(arranged.header)] = arranged.header
-                for offset, array in arranged.arrays:
-                    data = array.data() if callable(array.data) else array.data
-                    arrays.copy(memory[offset : offset + array.size], data)
-            self._ask(messages.COMMIT, slot, step, arranged.size, flags, patience_s=_COMMIT_PATIENCE_S)
+            fd = self._committed(step, arranged, replicated)
+            try:
+                return _values_in(self._mapping(fd, arranged.size), is_copied=False)
+            except OSError as error:
+                raise SnapshotError(f"step {step} cannot be staged: {error.strerror}") from None
+            finally:
+                os.close(fd)
 
-    def _slot_for(self, size: int, step: int) -> int:
-        """A slot of that size that this process may write, in its memory."""
+    def _committed(self, step: int, arranged: layout.Layout, is_replicated: bool) -> int:
+        """The descriptor of the slot, with everything in it."""
+        size, flags = arranged.size, messages.REPLICATED if is_replicated else 0
         late = f"step {step} cannot be saved: other ranks of this node have not saved the step before it"
-        _, (slot, *_), _, fds = self._ask(messages.WANT, size, patience_s=_WANT_PATIENCE_S, late=late)
+        _, (slot, *_), _, (fd,) = self._ask(messages.WANT, size, patience_s=_WANT_PATIENCE_S, late=late)
         try:
-            if slot not in self._memory:
-                # Those that are too small are not used again, and would keep their memory from the host.
-                self._memory = {each: kept for each, kept in self._memory.items() if len(kept) >= size}
-                self._memory[slot] = _mapped(fds[0])
-        except OSError as error:
-            raise SnapshotError(f"no memory for a snapshot of {size} bytes: {error.strerror}") from None
-        finally:
-            _close_all(fds)
-        return slot
+            self._disown(os.fstat(fd).st_ino)
+            _write(self._memory_of(slot, fd, size), arranged)
+            self._ask(messages.COMMIT, slot, step, size, flags, patience_s=_COMMIT_PATIENCE_S)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
-    def load(self, *, copy: bool = True, reshard: Reshard | None = None) -> Saved | None:
+    def _memory_of(self, slot: int, fd: int, size: int) -> mmap.mmap:
+        """Allocated before it is used: memory that is not there must be an error and not a signal."""
+        if slot not in self._memory:
+            # Those that are too small are not used again, and would keep their memory from the host.
+            self._memory = {each: kept for each, kept in self._memory.items() if len(kept) >= size}
+            status = os.fstat(fd)
+            try:
+                if status.st_blocks * 512 < status.st_size:
+                    os.posix_fallocate(fd, 0, status.st_size)
+                self._memory[slot] = mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            except OSError as error:
+                raise SnapshotError(f"no memory for a snapshot of {size} bytes: {error.strerror}") from None
+        return self._memory[slot]
+
+    def _mapping(self, fd: int, size: int) -> mmap.mmap:
+        memory = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+        self._shown[memory] = os.fstat(fd).st_ino
+        return memory
+
+    def _disown(self, inode: int | None = None) -> None:
+        """Mappings of this slot, or of all, do not show it any more."""
+        for memory in [memory for memory, of in self._shown.items() if inode in (None, of)]:
+            self._shown.pop(memory, None)
+            try:
+                memory.madvise(_MADV_POPULATE_WRITE)
+            except OSError:  # An old kernel. A thread that writes one of these very bytes meanwhile would lose it.
+                with memoryview(memory) as view:
+                    view[:: mmap.PAGESIZE] = bytes(view[:: mmap.PAGESIZE])
+
+    def load(self, *, reshard: Reshard | None = None) -> Saved | None:
         """The snapshot from which this world goes on: on every rank the same step, or None on every rank.
 
-        Without `copy` arrays lie in the memory of the snapshot, and are valid until this node has saved the next one.
         If the world that saved had another number of workers, `reshard` is called with the parts of all its ranks and
         returns what this rank needs; without it, and unless the state is replicated, there is nothing to load.
         """
@@ -116,48 +159,41 @@ class Snapshots:
             return None
         rank = int(os.environ.get("RANK", "0"))
         if reshard is None:
-            found = self._part(rank, copy, 0)
+            found = self._part(rank, 0)
             return found[0] if found is not None else None
-        found = self._part(rank, copy=False, flags=messages.RESHARD)  # In a larger world perhaps that of rank 0.
+        found = self._part(rank, messages.RESHARD)  # In a larger world perhaps that of rank 0.
         if found is None:
             return None
         first, is_replicated = found
         if is_replicated or str(first.world_size) == os.environ.get("WORLD_SIZE"):
-            return self._needed(rank, copy)
-        parts = [self._needed(each, copy) for each in range(first.world_size)]
-        return Saved(reshard(parts), first.step, first.world_size, rank)
+            return first
+        return Saved(reshard([*map(self._needed, range(first.world_size))]), first.step, first.world_size, rank)
 
-    def _needed(self, rank: int, copy: bool) -> Saved:
-        found = self._part(rank, copy, messages.RESHARD)
+    def _needed(self, rank: int) -> Saved:
+        found = self._part(rank, messages.RESHARD)
         if found is None:
             raise SnapshotError(f"the part of rank {rank} has gone")
         return found[0]
 
-    def _part(self, rank: int, copy: bool, flags: int) -> tuple[Saved, bool] | None:
+    def _part(self, rank: int, flags: int) -> tuple[Saved, bool] | None:
         """What that rank has saved, and whether it is replicated."""
         with self._lock:
             kind, numbers, text, fds = self._ask(messages.LOAD, rank, flags)
-        if kind == messages.NOTHING:
-            if text:
-                _warn("no snapshot is loaded: %s", text)
-            return None
-        step, world_size, size, of_rank, flags = numbers
-        try:
-            # A private mapping: what is written into it stays here, and until then it shows the slot.
-            memory = mmap.mmap(fds[0], size, access=mmap.ACCESS_COPY)
-            with suppress(OSError):  # An old kernel finds the pages one by one.
-                memory.madvise(_MADV_POPULATE_READ)
-        except (OSError, ValueError) as error:
-            raise SnapshotError(f"step {step} of rank {of_rank} cannot be read: {error}") from None
-        finally:
-            _close_all(fds)
-        view = memoryview(memory)
-        try:
-            values = layout.parse(view).build(lambda stored: arrays.leaf_of(stored, view, copy))
-            if not isinstance(values, dict):
-                raise layout.LayoutError("it is no table of names")
-        except layout.LayoutError as error:
-            raise SnapshotError(f"step {step} of rank {of_rank} cannot be read: {error}") from None
+            if kind == messages.NOTHING:
+                if text:
+                    _warn("no snapshot is loaded: %s", text)
+                return None
+            step, world_size, size, of_rank, flags = numbers
+            try:
+                memory = self._mapping(fds[0], size)
+                with suppress(OSError):  # An old kernel finds the pages one by one.
+                    memory.madvise(_MADV_POPULATE_READ)
+                # The worker of another rank may write into its slot at any time later.
+                values = _values_in(memory, is_copied=str(of_rank) != os.environ.get("RANK", "0"))
+            except (OSError, ValueError) as error:
+                raise SnapshotError(f"step {step} of rank {of_rank} cannot be read: {error}") from None
+            finally:
+                _close_all(fds)
         return Saved(values, step, world_size, of_rank), bool(flags & messages.REPLICATED)
 
     # The socket.
@@ -195,12 +231,25 @@ class Snapshots:
         self._sock, self._memory, self._lock = None, {}, threading.Lock()
 
 
-def _mapped(fd: int) -> mmap.mmap:
-    """Allocated before it is used: memory that is not there must be an error and not a signal."""
-    status = os.fstat(fd)
-    if status.st_blocks * 512 < status.st_size:
-        os.posix_fallocate(fd, 0, status.st_size)
-    return mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+def _check(step: int) -> None:
+    if type(step) is not int or not 0 <= step < 1 << 53:
+        raise SnapshotError(f"a step must be a whole number from 0 on, not {step!r}")
+
+
+def _write(target: mmap.mmap, arranged: layout.Layout) -> None:
+    with memoryview(target) as memory:
+        memory[: len(arranged.header)] = arranged.header
+        for offset, array in arranged.arrays:
+            data = array.data() if callable(array.data) else array.data
+            arrays.copy(memory[offset : offset + array.size], data)
+
+
+def _values_in(memory: mmap.mmap, is_copied: bool) -> dict[str, Any]:
+    view = memoryview(memory)
+    values = layout.parse(view).build(lambda stored: arrays.leaf_of(stored, view, is_copied))
+    if not isinstance(values, dict):
+        raise layout.LayoutError("it is no table of names")
+    return values
 
 
 def _warn(text: str, *values: str) -> None:
@@ -242,9 +291,14 @@ def _socket_of_round() -> socket.socket | None:
     return sock
 
 
+def _prepare_fork() -> None:
+    if _opened is not None:
+        _opened._disown()
+
+
 def _detach_child() -> None:
     if _opened is not None:
         _opened._detach()
 
 
-os.register_at_fork(after_in_child=_detach_child)
+os.register_at_fork(before=_prepare_fork, after_in_child=_detach_child)

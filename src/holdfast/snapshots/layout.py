@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast import escape
 from holdfast.errors import HoldfastError
 from holdfast.frozen import frozen
 
@@ -153,7 +154,7 @@ def _number(value: complex) -> Any:
 
 def _name(path: tuple[Any, ...]) -> str:
     """`model.weight`: keys and positions, as text that can be encoded."""
-    return ".".join(str(part) for part in path).encode("utf-8", "backslashreplace").decode() or "the value"
+    return escape.encodable(".".join(str(part) for part in path)) or "the value"
 
 
 # Reading.

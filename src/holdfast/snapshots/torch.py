@@ -5,6 +5,9 @@
     ...
     restore(saved["training"], model, optimizer)
 
+With torch.distributed.checkpoint, `Stager` has `async_save` write its files from the memory of the snapshot, and
+`load_into` is to a snapshot what `torch.distributed.checkpoint.load` is to the files.
+
 Each rank keeps the parts that lie on it, and nothing is gathered: this works for plain modules, DDP and FSDP (a part of
 a DTensor is its local tensor) and needs no communication. `restore` puts the parts back where they were, so the world
 must have as many ranks as the one that saved; state that all ranks share (DDP) can be saved with `replicated=True`.
@@ -20,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+from holdfast.snapshots.api import Snapshots
 
 _LOCAL = "__local__"  # Instead of a DTensor: a dict with its local tensor.
 
@@ -54,6 +59,73 @@ def restore(
         set_rng_state(state["rng"])
 
 
+class Stager:
+    """Of one save: `torch.distributed.checkpoint.async_save(state, ..., async_stager=Stager(snapshots, step))`. The
+    state is copied once, into the memory of the snapshot, and committed; the files are written from there while the
+    training goes on. Steps, `replicated` and errors are those of `save`."""
+
+    should_synchronize_after_execute = False
+
+    def __init__(self, snapshots: Snapshots, step: int, *, replicated: bool = False) -> None:
+        self._snapshots, self._step, self._is_replicated = snapshots, step, replicated
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Called alone it saves a snapshot and writes no files."""
+        state = {name: each.state_dict() if _is_stateful(each) else each for name, each in state_dict.items()}
+        staged = self._snapshots.stage(self._step, _localized(state), replicated=self._is_replicated)
+        return {name: _delocalized(staged[name], each) for name, each in state.items()}
+
+    def synchronize_staging(self) -> None:
+        """All is copied when `stage` returns."""
+
+    def close(self) -> None:
+        """There is nothing to close: the memory is the spawner's."""
+
+
+def load_into(state_dict: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Load a snapshot that a `Stager` has saved as `torch.distributed.checkpoint.load` loads files: tensors are changed
+    in place, objects with `load_state_dict` are given their state, other values are replaced. Raises ValueError if the
+    snapshot lacks a value or has a tensor of another shape."""
+    for name, value in state_dict.items():
+        target = value.state_dict() if _is_stateful(value) else value
+        if name not in saved:
+            raise ValueError(f"the snapshot has no {name}")
+        loaded = _loaded(target, saved[name], name)
+        if _is_stateful(value):
+            value.load_state_dict(loaded)
+        else:
+            state_dict[name] = loaded
+
+
+def _is_stateful(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _loaded(target: Any, saved: Any, name: str) -> Any:
+    """What takes the place of the target: a tensor itself, with other values."""
+    if isinstance(target, torch.Tensor):
+        _copy(saved[_LOCAL] if hasattr(target, "to_local") else saved, target, name)
+        return target
+    if isinstance(saved, list):
+        parts = dict(enumerate(target)) if isinstance(target, list) else {}
+        return [_loaded(parts.get(at), each, f"{name}.{at}") for at, each in enumerate(saved)]
+    if not isinstance(saved, dict):
+        return saved
+    if saved.keys() == {_LOCAL}:
+        raise ValueError(f"{name} is a part of a distributed tensor, and the state to load into has no such tensor")
+    parts = target if isinstance(target, dict) else {}
+    if missing := [key for key in parts if key not in saved]:
+        raise ValueError(f"the snapshot has no {name}.{missing[0]}")
+    return {key: _loaded(parts.get(key), each, f"{name}.{key}") for key, each in saved.items()}
+
+
+def _copy(saved: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
+    target = _local(tensor)
+    if target.shape != saved.shape:
+        raise ValueError(f"{name} has the shape {tuple(target.shape)}, not {tuple(saved.shape)}")
+    target.copy_(saved)
+
+
 def _restore_model(saved: Mapping[str, Any], extra: Mapping[str, Any], model: torch.nn.Module) -> None:
     live = dict(_tensors(model))
     if live.keys() != saved.keys():
@@ -61,10 +133,7 @@ def _restore_model(saved: Mapping[str, Any], extra: Mapping[str, Any], model: to
         raise ValueError(f"the snapshot is of another model: {len(odd)} names differ, such as {odd[0]!r}")
     with torch.no_grad():
         for name, tensor in live.items():
-            target = _local(tensor)
-            if target.shape != saved[name].shape:
-                raise ValueError(f"{name} has the shape {tuple(target.shape)}, not {tuple(saved[name].shape)}")
-            target.copy_(saved[name])
+            _copy(saved[name], tensor, name)
     for name, module in _with_extra_state(model):
         module.set_extra_state(extra[name])
 
@@ -93,6 +162,19 @@ def _localized(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _localized(each) for key, each in value.items()}
     return [_localized(each) for each in value] if isinstance(value, list) else value
+
+
+def _delocalized(staged: Any, like: Any) -> Any:
+    """What `_localized` made of `like`, with its local tensors as parts of tensors like the ones that they are of. They
+    stay in the memory of the host, whatever device the mesh is of."""
+    if hasattr(like, "to_local"):
+        names, spec = like.__tensor_flatten__()
+        parts = {name: getattr(like, name) for name in names}  # Its local tensor, and the mesh in newer versions.
+        parts = {name: staged[_LOCAL] if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
+        return type(like).__tensor_unflatten__(parts, spec, like.shape, like.stride())
+    if isinstance(like, dict):
+        return {key: _delocalized(staged[key], each) for key, each in like.items()}
+    return [*map(_delocalized, staged, like)] if isinstance(like, list) else staged
 
 
 def _distributed(value: Any, like: Any) -> Any:

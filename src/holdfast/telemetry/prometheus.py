@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
+from holdfast import escape
 from holdfast.frozen import frozen
 from holdfast.telemetry.history import RESTART_CAUSES
 from holdfast.telemetry.http import Page
@@ -190,4 +191,4 @@ def _family(row: Row, status: Status) -> Metric:
 
 
 def _label(text: str) -> str:
-    return text[:_LABEL_LIMIT].encode(errors="backslashreplace").decode()
+    return escape.encodable(text[:_LABEL_LIMIT])

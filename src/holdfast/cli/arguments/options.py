@@ -124,7 +124,8 @@ class RunArguments(Options):
     local_addr = optional("--local-addr ADDRESS", NODES, str, help=
         "The address of this node as the other nodes see it. Left out, it is detected.")
     join_timeout = optional("--join-timeout TIME", NODES, duration_s, help=
-        "How long to wait for enough nodes before the run fails (10m if left out).")
+        "How long to wait for enough nodes, or for the --check of the only one, before the run fails (10m if left "
+        "out).")
     resolve_timeout = optional("--resolve-timeout TIME", NODES, duration_s, in_full=True, help=
         "How long the endpoint's name may be unknown when this node starts, as that of a pod is before the pod "
         "starts; at most --join-timeout counts (5s if left out).")

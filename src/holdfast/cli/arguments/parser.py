@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import holdfast
+from holdfast import stdio
 from holdfast.cli import console
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.command_line import HelpWanted, UsageError
@@ -41,9 +42,12 @@ class PlainParser(argparse.ArgumentParser):
         self.add_argument(*option.flags, action=action, help=text.replace("%", "%%"), **kwargs)
 
     def print_help(self, file: Any = None) -> None:
-        super().print_help(file)
-        if "docs/" in self.format_help():
-            print(f"\n{documents_line()}", file=file)
+        text = self.format_help()
+        self._print_message(f"{text}\n{documents_line()}\n" if "docs/" in text else text, file or sys.stdout)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As other text of holdfast's: a reader that has gone (`| head`) is no error."""
+        stdio.write(file or sys.stderr, message, may_drop=False)
 
     def error(self, message: str) -> NoReturn:
         console.write_error(self.prog, message.removeprefix("argument "))  # As argparse puts it.

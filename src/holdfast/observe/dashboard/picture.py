@@ -1,9 +1,9 @@
 """What the page shows of a run, made from what its coordinator and its agents say. Data in, data out.
 
 A picture is plain data for JSON, in sections: `run` (state, the one sentence, counts), `nodes` by id with their
-`order`, `rounds`, `totals` (times and goodput) and `report`. Only what has changed between two pictures is sent to a
-page (`difference`), so nothing in it grows with time alone: a round says when it began after the first one, not how
-long ago.
+`order`, `rounds`, `totals` (times and goodput), `notice` and `report`. Only what has changed between two pictures is
+sent to a page (`difference`), so no section grows with time alone but `notice`, which is short: a round says when it
+began after the first one, not how long ago.
 
 The workers of a node are one text with a letter for each, by local rank: R running, D done (succeeded), F failed,
 S stopped by holdfast, N not started, U unknown. A small letter is a guess from the state of the node: in a large run
@@ -34,6 +34,7 @@ _GUESSES = {"running": "r", "finished": "d", "leaving": "s", "waiting": "n"}
 _STATES = {letter: state for state, letter in _LETTERS.items()}
 _MOST_WORKERS_OF_A_NODE = 1024
 _MOST_ROUNDS = 200
+_MOST_GOING = 3  # That are named; all are marked.
 _MOST_BEHIND_BYTES = 4 * CHUNK_BYTES
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _TEXT_LIMIT = 400
@@ -50,6 +51,7 @@ def picture_of(view: RunView) -> Picture:
         "order": list(nodes),
         "rounds": rounds,
         "totals": totals,
+        "notice": _notice(view),
         "report": view.report,
     }
 
@@ -88,6 +90,15 @@ def _run(view: RunView, nodes: Sequence[Mapping[str, Any]]) -> Picture:
         "restarts_left": record.restarts_left,
         "refused": [_line(f"{each.who}: {each.reason}") for each in (status.refused if status is not None else ())],
     }
+
+
+def _notice(view: RunView) -> Picture | None:
+    """Which nodes go away, in how many seconds, and why."""
+    told = view.record.notice
+    if told is None or end_of(view):
+        return None
+    text = words.going_text(changed(told, nodes=told.nodes[:_MOST_GOING]))
+    return {"text": _line(text), "left_s": round(told.left_s), "reason": _line(told.reason)}
 
 
 def _newest(view: RunView) -> RunStatus | AgentStatus:
@@ -144,6 +155,7 @@ def _node(view: RunView, node: NodeStatus) -> Picture:
         "role": _line(node.role or agent.role),
         "state": _line(node.state) if node.is_connected else "not connected",
         "is_connected": node.is_connected,
+        "is_going": node.leaves_in_s is not None,
         "workers": "".join(_letters(view, node, told)),
         "note": _line(view.silence_of(node)) if told is None and node.node_id in view.silent else "",
     }

@@ -172,6 +172,12 @@ class DefaultLogsSpecs(LogsSpecs):
             _make_directory(self._root)
             os.rmdir(_new_directory(self._root, ".write_test_"))
 
+    def __del__(self) -> None:
+        """A configuration that was never used leaves no temporary directory."""
+        if getattr(self, "_is_temporary", False):
+            with suppress(OSError, AttributeError):
+                os.rmdir(self._root)
+
     @property
     def root_log_dir(self) -> str:
         assert self._root_log_dir is not None

@@ -159,9 +159,11 @@ class SpawnerLink(snapshot_link.SnapshotLink):
 
     def suits(self, modules: tuple[str, ...]) -> bool:
         """Whether it was not kept for other modules, or for another environment."""
+        if self.kept_for is None:
+            return True
         from holdfast.process.spawner import kept
 
-        return self.kept_for is None or (self.kept_for == modules and self._digest == kept.digest())
+        return self.kept_for == modules and self._digest == kept.digest()
 
     def is_idle(self) -> bool:
         """Whether the spawner is there and has nothing to say, as it should be between two lives of a group."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import ssl
 from asyncio import sslproto
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,15 @@ class Connection(asyncio.Protocol):
             self.peer, self.host = endpoint_text(*name[:2]), name[0]
         self._server.connections[self.number] = self
         self._server.strangers.add(self, self.heard_at + _HANDSHAKE_TIMEOUT_S)
-        descriptor = transport.get_extra_info("socket").fileno()
+        descriptor: int = transport.get_extra_info("socket").fileno()
         if descriptor >= descriptor_limit() - self._limits.spare_descriptors:
             if self._server.tls is None:
                 self.send(protocol.Denied(_TOO_MANY, is_passing=True))
             self.refuse(f"is turned away: {_TOO_MANY}")
         elif self._server.tls is None:
             self._greet()
+        elif _has_left(descriptor):
+            self.refuse("does not get a TLS connection: it went away")
         else:
             transport.pause_reading()
             self._task = self._loop.create_task(self._secure(self._server.tls.context()))
@@ -297,6 +300,14 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._is_closing = True
         self._transport.abort()
+
+
+def _has_left(descriptor: int) -> bool:
+    """Whether the peer has closed the connection while it waited to be accepted. Strangers that come and go faster than
+    they can be accepted must not cost a TLS connection each: a node that comes after them would wait for all of it."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLRDHUP)
+    return bool(poller.poll(0))
 
 
 def rejection_of(hello: protocol.Hello, wants_token: bool) -> str:

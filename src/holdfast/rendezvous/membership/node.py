@@ -24,7 +24,7 @@ from typing import assert_never
 from holdfast.errors import InternalError
 from holdfast.failures.records import Failure, Folded
 from holdfast.frozen import frozen
-from holdfast.rendezvous.membership import model, node_lease, protocol
+from holdfast.rendezvous.membership import model, node_lease, notice_records, protocol
 from holdfast.rendezvous.membership.model import (
     Ended,
     GoingAway,
@@ -42,7 +42,6 @@ from holdfast.rendezvous.membership.model import (
     Stop,
 )
 from holdfast.rendezvous.membership.node_lease import Line, NodeLease
-from holdfast.rendezvous.membership.notice_records import alone
 from holdfast.rendezvous.membership.protocol import (
     Close,
     Failed,
@@ -58,6 +57,7 @@ from holdfast.rendezvous.membership.protocol import (
 from holdfast.rendezvous.membership.restart_policy import Advance
 
 _REPORT_EVERY_S = 1.0
+_ON_ITS_WAY_S = 1.0
 
 
 class Standing(StrEnum):
@@ -274,7 +274,7 @@ class Participant:
         self._notices.give(request, now)
         if self.is_connected and self.shares_notices:
             return [GiveNotice(request)]
-        return [alone(request, self.facts.node_id)] if self.standing is not Standing.DONE else []
+        return [notice_records.alone(request, self.facts.node_id)] if self.standing is not Standing.DONE else []
 
     @property
     def shares_notices(self) -> bool:
@@ -406,14 +406,21 @@ class _OwnNotices:
     the message, or the next one. Kept by whether they are for the whole run, each with its time."""
 
     def __init__(self) -> None:
-        self._given: dict[bool, tuple[float, model.NoticeRequest]] = {}  # No push has come since.
+        self._given: dict[bool, tuple[float, model.NoticeRequest]] = {}  # No push has shown it.
         self._heard: dict[bool, tuple[float, model.NoticeRequest]] = {}
+        self._said_at = 0.0
 
     def give(self, request: model.NoticeRequest, now: float) -> None:
-        self._given[request.is_whole_run] = (now + (request.left_s or 0.0), request)
+        self._given[request.is_whole_run], self._said_at = (now + (request.left_s or 0.0), request), now
 
     def hear(self, going: GoingAway, now: float) -> None:
-        self._given.clear()
+        """A push that does not show what was just given may have been sent before that arrived."""
+        shown = {True: going.is_whole_run, False: going.own_left_s is not None}
+        self._given = {
+            is_whole: (at, request)
+            for is_whole, (at, request) in self._given.items()
+            if shown[is_whole] != (request.left_s is not None) and now < self._said_at + _ON_ITS_WAY_S
+        }
         self._heard.clear()
         if going.own_left_s is not None:
             request = model.NoticeRequest(going.own_left_s, going.reason, going.is_whole_run)
@@ -421,9 +428,9 @@ class _OwnNotices:
 
     def unheard(self, now: float, *, is_another: bool) -> list[model.NoticeRequest]:
         """On a new connection. `is_another`: to a coordinator that was not there before."""
-        known = {**(self._heard if is_another else {}), **self._given}
+        known, self._said_at = {**(self._heard if is_another else {}), **self._given}, now
         return [
-            replace(request, left_s=None if request.left_s is None else max(0.0, at - now))
+            replace(request, left_s=None if request.left_s is None else notice_records.left_s(at, now))
             for at, request in known.values()
         ]
 

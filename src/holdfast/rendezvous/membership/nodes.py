@@ -99,6 +99,10 @@ class NodeTable(dict[str, Node]):
         key = f"{facts.node_id}/{known}"
         return key if known is not None and known < facts.incarnation and key in self else None
 
+    def with_id(self, node_id: str) -> Node | None:
+        """The newest incarnation of that node, if it is here."""
+        return self.get(f"{node_id}/{self._incarnations.get(node_id)}")
+
     def add(
         self, facts: NodeFacts, stage: Stage, now: float, held_until: float = 0.0, unready: str | None = None
     ) -> Node:

@@ -39,9 +39,14 @@ class GoingAway:
     reason: wire.Text = ""
 
 
+def left_s(at: float, now: float) -> float:
+    """Within the limits of a message: sums of times are not exact."""
+    return min(max(0.0, at - now), LONGEST_NOTICE_S)
+
+
 def alone(request: NoticeRequest, node_id: str = "") -> GoingAway:
     """What a node hears that cannot tell any other."""
-    left_s, names = request.left_s, (node_id,) if node_id else ()
-    if left_s is None:
+    names = (node_id,) if node_id else ()
+    if request.left_s is None:
         return GoingAway()
-    return GoingAway(left_s, left_s, request.is_whole_run, names, 1, request.reason)
+    return GoingAway(request.left_s, request.left_s, request.is_whole_run, names, 1, request.reason)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from holdfast.rendezvous.membership.formation import named
 from holdfast.rendezvous.membership.model import End, GoingAway, NoticeRequest, Outcome
 from holdfast.rendezvous.membership.nodes import Node, NodeTable
-from holdfast.rendezvous.membership.notice_records import MAX_GOING
+from holdfast.rendezvous.membership.notice_records import MAX_GOING, left_s
 from holdfast.rendezvous.membership.protocol import Command, Tell
 from holdfast.text import plural
 
@@ -61,22 +61,23 @@ class Notices:
     def is_going(self, node_id: str) -> bool:
         return node_id in self._due or _WHOLE_RUN in self._due
 
-    def going(self, nodes: Iterable[Node]) -> list[str]:
-        """The ids of those that go."""
-        if not self._due:
-            return []
-        return sorted(node.facts.node_id for node in nodes if self.is_going(node.facts.node_id))
-
-    def staying(self, nodes: Collection[Node]) -> Collection[Node]:
-        return [node for node in nodes if not self.is_going(node.facts.node_id)] if self._due else nodes
+    def _going(self, nodes: NodeTable) -> list[Node]:
+        """Those that are here and go. This is asked at every event, so it does not look at the nodes that stay."""
+        if _WHOLE_RUN in self._due:
+            return [*nodes.values()]
+        return [node for node_id in self._due if (node := nodes.with_id(node_id)) is not None]
 
     def waiting(self, nodes: NodeTable) -> Collection[Node]:
         """Those that may get a place, by arrival."""
-        return self.staying(nodes.waiting_in_order())
+        waiting = nodes.waiting_in_order()
+        return [node for node in waiting if not self.is_going(node.facts.node_id)] if self._due else waiting
 
     def waiting_count(self, nodes: NodeTable) -> int:
         """As many; of many nodes this is quicker."""
-        return len(nodes.waiting) - len(self.going(nodes[key] for key in nodes.waiting))
+        return len(nodes.waiting) - sum(node.key in nodes.waiting for node in self._going(nodes))
+
+    def staying_count(self, nodes: NodeTable) -> int:
+        return len(nodes) - len(self._going(nodes))
 
     def take_away(self, node: Node, run: Membership) -> bool:
         """A node is gone. Whether that was announced."""
@@ -100,9 +101,8 @@ class Notices:
     def _ends_run(self, nodes: NodeTable, members: Collection[str], min_nodes: int) -> str:
         if _WHOLE_RUN in self._due:
             return "the whole run goes away" + _because(self._due[_WHOLE_RUN][1])
-        going = self.going(nodes.values())
-        lost = [*self.taken, *self.going(nodes[key] for key in members if key in nodes)]
-        if not lost or len(nodes) - len(going) >= min_nodes:
+        lost = [*self.taken, *sorted(node.facts.node_id for node in self._going(nodes) if node.key in members)]
+        if not lost or self.staying_count(nodes) >= min_nodes:
             return ""
         reason = next((self._due[name][1] for name in lost if name in self._due), "")
         verb = "goes" if len(lost) == 1 else "go"
@@ -126,7 +126,7 @@ class Notices:
         told: list[Command] = [Tell(staying, known)] if staying else []
         for key in () if known.is_whole_run else keys:
             if (due := self._due.get(nodes[key].facts.node_id)) is not None:
-                own = (known.left_s, max(0.0, due[0] - now), False, known.nodes, known.node_count, due[1])
+                own = (known.left_s, left_s(due[0], now), False, known.nodes, known.node_count, due[1])
                 told.append(Tell((key,), GoingAway(*own)))
         return told
 
@@ -142,19 +142,19 @@ class Notices:
     def known(self, nodes: NodeTable, now: float) -> GoingAway:
         """As a node hears it that stays. Nodes that are not there are left out."""
         if (whole := self._due.get(_WHOLE_RUN)) is not None:
-            left_s = max(0.0, whole[0] - now)
-            return GoingAway(left_s, left_s, True, (), len(nodes), whole[1])
-        here = [node.facts.node_id for node in nodes.values() if node.facts.node_id in self._due] if self._due else []
+            in_s = left_s(whole[0], now)
+            return GoingAway(in_s, in_s, True, (), len(nodes), whole[1])
+        here = [node.facts.node_id for node in self._going(nodes)]
         if not here:
             return GoingAway()
         here.sort(key=self._due.__getitem__)
         at, reason = self._due[here[0]]
-        return GoingAway(max(0.0, at - now), None, False, tuple(here[:MAX_GOING]), len(here), reason)
+        return GoingAway(left_s(at, now), None, False, tuple(here[:MAX_GOING]), len(here), reason)
 
     def left_s_of(self, node_id: str, now: float) -> float | None:
         """Until the node goes away; None if it stays."""
         times = [self._due[name][0] for name in (node_id, _WHOLE_RUN) if name in self._due]
-        return max(0.0, min(times) - now) if times else None
+        return left_s(min(times), now) if times else None
 
 
 def matching(name: str, nodes: Iterable[Node], ranks: dict[str, int]) -> list[str]:

@@ -27,6 +27,9 @@ consequence and cost nothing:
   3. A is still unaccounted for, so nothing is decided until it is lost after `drop_timeout_s`,
   4. the next round is formed without A, uncharged, although `max_restarts` may be 0.
 
+B's report may also come after A is lost, because B's worker ends slowly: then the round is stopped already, and B is
+told why its failure does not count.
+
 Stopping is bounded. A member that keeps its lease but does not come back from a stop within the longest time that a
 member needs for one (`NodeFacts.stops_within_s`) is expelled; a lease later its workers must be gone, and it is lost.
 
@@ -316,9 +319,10 @@ class Membership:
 
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail because of the stop."""
-        is_of_stop = self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure
-        if is_of_stop or not self._is_current(key, round):
+        if not self._is_current(key, round):
             return []
+        if self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure:
+            return self._present.excuse(key)
         self._present.report(key, failure)
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
 
@@ -513,8 +517,7 @@ class Membership:
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
         waiting = self.notices.waiting_count(self.nodes)
         self._formation.count(waiting, self.settings, now)
-        is_hopeless = self.nodes.hopeful < self.settings.min_nodes
-        if is_hopeless and self._formation.has_timed_out(self.settings, now):
+        if self.nodes.hopeful < self.settings.min_nodes and self._formation.has_timed_out(self.settings, now):
             missing = too_few(self.nodes.names_waiting(), self._losses.words(self.nodes, now).values(), self.settings)
             return self._end(Outcome(End.FAILED, missing, earlier=self._past.earlier))
         if self._is_time_to_seal(waiting, now) and self._is_time_to_seal(len(ready := self._ready(now)), now):
@@ -523,7 +526,7 @@ class Membership:
         return [Tell(self.nodes.waiting_keys(), progress)] if progress is not None and waiting else []
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        known = len(self.notices.staying(self.nodes.values())) - self.nodes.out_beyond(now + self._agreed.last_call_s)
+        known = self.notices.staying_count(self.nodes) - self.nodes.out_beyond(now + self._agreed.last_call_s)
         return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
@@ -542,8 +545,8 @@ class Membership:
             self.nodes.waiting.discard(key)
         told = self.notices.seal(world.keys, self.nodes, now)
         told += [Tell((key,), model.Sealed(key, world.place_of(key))) for key in world.keys]
-        waiting, held = self.nodes.waiting_keys(), sorted({*self.nodes.held, *self.nodes.unready})
-        return [Remember(self._memory(now)), *told, *self._stand_by(waiting, are_new=False), *self._hold(held)]
+        told += self._stand_by(self.nodes.waiting_keys(), are_new=False)
+        return [Remember(self._memory(now)), *told, *self._hold(sorted({*self.nodes.held, *self.nodes.unready}))]
 
     # The end.
 

@@ -346,7 +346,7 @@ def _clipped(value: Any, hint: Any) -> Any:
     limit = next((each.max_length for each in getattr(hint, "__metadata__", ()) if each.max_length), None)
     match value:
         case str():
-            plain = value.encode("utf-8", "backslashreplace").decode()  # Paths and JSON may have halves of characters.
+            plain = escape.encodable(value)
             cut = escape.cut_middle if limit == wire_types.MAX_EXCERPT else escape.cut
             return plain if limit is None else cut(plain, limit)
         case tuple():

@@ -49,6 +49,7 @@ class Round:
         self.owing = set(world.keys)  # Members whose workers may be alive. Empty before the round is judged.
         self.unfinished = set(world.keys)  # Members whose workers have not succeeded; those that failed stay here.
         self.failures: dict[str, Failure] = {}  # In the order in which they were reported, one for each node.
+        self.excused: set[str] = set()  # Members that reported a failure when the round was stopped for another reason.
         self.departed: dict[str, str] = {}  # Members that went away, and how. "" stands for unknown ones.
         self.has_agreed = False  # Workers have ended because of a notice, and are not done.
         self.has_lost_node = False  # At least one of `departed` went without a word.
@@ -103,6 +104,15 @@ class Round:
             self.departed.setdefault("", "workers of other nodes had ended after a notice")
         if key in self.failures or len(self.failures) <= MAX_OTHER_FAILURES or speaks_for_itself:
             self.failures[key] = failure
+
+    def excuse(self, key: str) -> list[Command]:
+        """A failure is put down to the stop. Its node had not heard of the stop, and would see no other reason for the
+        next round."""
+        if key in self.excused:
+            return []
+        self.excused.add(key)
+        why = [*self.departed.values()] or [self.stop_reason]
+        return [Tell((key,), Notice(restart_policy.excuse(why, self.world.round)))]
 
     def failures_besides(self, cause: Failure | None) -> tuple[Failure, ...]:
         """The first of the others; none if a lost node explains them. They go to every node, so their evidence is

@@ -10,6 +10,7 @@ const MOST_LARGE = 128;
 const SIZES = [[500, 14], [2000, 10], [Infinity, 7]]; // Up to so many workers, cells of so many pixels.
 
 const known = (letter) => (STATES[letter.toUpperCase()] ? letter.toUpperCase() : "U");
+const goesText = (node) => (node.is_going ? ", goes away" : "");
 const placeOf = (node) => (node.rank === null ? "standby" : `node ${node.rank}`);
 
 export class Grid {
@@ -58,7 +59,8 @@ export class Grid {
 
   draw(node, row) {
     setText(row.place, placeOf(node));
-    setText(row.name, node.is_connected ? node.name : "not connected");
+    setText(row.name, node.is_connected ? `${node.name}${goesText(node)}` : "not connected");
+    row.place.closest(".node").classList.toggle("going", node.is_going);
     row.cells.forEach((cell, local) => {
       const letter = known(node.workers[local]);
       if (cell.dataset.state !== letter) cell.dataset.state = letter;
@@ -94,7 +96,7 @@ export class Grid {
 
   words({ id, local, rank }) {
     const node = this.nodes[id];
-    return `rank ${rank}: ${STATES[known(node.workers[local])]}, ${placeOf(node)} ${node.name}`;
+    return `rank ${rank}: ${STATES[known(node.workers[local])]}, ${placeOf(node)} ${node.name}${goesText(node)}`;
   }
 
   counts() {

@@ -9,7 +9,7 @@ const byId = (id) => document.getElementById(id);
 const HIDDEN_FOR_MS = 60_000;
 const RETRY_MS = 2_000;
 
-const picture = { run: null, nodes: {}, order: [], rounds: [], totals: {}, report: null, points: [] };
+const picture = { run: null, nodes: {}, order: [], rounds: [], totals: {}, notice: null, report: null, points: [] };
 let facts = null;
 let source = null;
 let watchdog = null;
@@ -118,6 +118,7 @@ function take({ point, nodes, ...sections }) {
     if (grid.selected === null) choose({});
   }
   drawRun();
+  if (news.notice !== undefined) drawNotice();
   if (news.rounds || news.totals) drawRounds(Boolean(news.rounds));
   if (news.point || news.points) drawPlots();
   if (news.report !== undefined || news.rounds || news.run) drawFailure();
@@ -142,6 +143,19 @@ function drawRun() {
   figure("restarts", number(run.restarts_left), ` of ${number(run.restarts_left + run.restarts_used)}`);
   document.title = `${run.state} · ${run.id} · holdfast`;
   drawStop();
+}
+
+// The time of day that is shown moves only if the notice does, and not with the seconds that an answer takes.
+let goesAt = 0;
+function drawNotice() {
+  const told = picture.notice;
+  byId("notice").hidden = !told;
+  if (!told) return;
+  const at = Date.now() + 1000 * told.left_s;
+  if (Math.abs(at - goesAt) > 2000) goesAt = at;
+  const when = told.left_s > 0 ? `in ${duration(told.left_s)}, at ${new Date(goesAt).toLocaleTimeString()}` : "now";
+  setText(byId("notice-text"), `${told.text} ${when}.`);
+  show(byId("notice-reason"), told.reason);
 }
 
 function figure(id, value, more) {
