@@ -136,6 +136,8 @@ def check_readme(metadata: str) -> None:
 def pythons() -> list[str]:
     """One of each version."""
     named = [name for name in os.environ.get("PYTHONS", "").split(":") if name]
+    if missing := [name for name in named if not os.access(name, os.X_OK)]:
+        raise SystemExit(f"PYTHONS names what is not there: {', '.join(missing)}")
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     there = [*map(str, versions.glob("3.*/bin/python"))] + [shutil.which(f"python{each}") or "" for each in KNOWN]
     found: dict[str, str] = {}
