@@ -75,6 +75,7 @@ lowest pythons: $(VENV)/.dist
 
 # What a developer's environment has, to the version. CI installs from it.
 lock: $(VENV)/.test $(VENV)/.check $(VENV)/.dist $(VENV)/.docs
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[coverage]'
 	$(BIN)/pip list --disable-pip-version-check --format=freeze --exclude-editable --exclude pip --exclude setuptools \
 		| sed 's/+cpu$$//' > requirements-dev.lock
 
