@@ -66,7 +66,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m bench $(ONLY:%=--only %)
 
 # sdist and wheel in dist/, checked, with a smoke test on every Python that is found here (tests/dist.py); PYTHONS=/a/python:...
-# names more. `lowest`: the quick tests with the oldest dependencies that are allowed. `pythons`: the quick tests on every Python.
+# names more. `lowest`: the quick tests with the oldest dependencies that are allowed. `pythons`: on every Python, and more.
 dist: $(VENV)/.dist
 	$(BIN)/python -m tests.dist
 
