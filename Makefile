@@ -66,7 +66,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m bench $(ONLY:%=--only %)
 
 # sdist and wheel in dist/, checked, with a smoke test on every Python that is found here (tests/dist.py); PYTHONS=/a/python:...
-# names more. `lowest`: the quick tests with the oldest dependencies that are allowed. `pythons`: the quick tests on every Python.
+# names more. `lowest`: the quick tests with the oldest dependencies that are allowed. `pythons`: on every Python, and more.
 dist: $(VENV)/.dist
 	$(BIN)/python -m tests.dist
 
@@ -75,6 +75,7 @@ lowest pythons: $(VENV)/.dist
 
 # What a developer's environment has, to the version. CI installs from it.
 lock: $(VENV)/.test $(VENV)/.check $(VENV)/.dist $(VENV)/.docs
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[coverage]'
 	$(BIN)/pip list --disable-pip-version-check --format=freeze --exclude-editable --exclude pip --exclude setuptools \
 		| sed 's/+cpu$$//' > requirements-dev.lock
 

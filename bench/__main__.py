@@ -75,7 +75,7 @@ MEASURES = (
         "kept", "The second start", warm.measure_kept, 5,
         "The same workers, which import torch, initialise gloo, all-reduce one number and end. With `--preload-keep "
         "10m` an earlier run has left the process from which they are forked. A launch of trivial workers gains little "
-        "and has no bound: nine tenths of it are the agent's own start, which takes the same CPU time with it and "
+        "and has no bound: most of it is the agent's own start, which takes the same CPU time with it and "
         "without; what is saved is the start of the workers.",
     ),
     Measure(

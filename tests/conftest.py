@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import signal
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,13 @@ def pytest_configure() -> None:
     for number, handler in usual.items():
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
+    sys.dont_write_bytecode = False
+
+
+def pytest_collection_finish() -> None:
+    """Until then byte code is kept, whatever the environment says: each process of xdist imports all files of tests,
+    and would compile all of them each time, which takes longer than everything else at its start."""
+    sys.dont_write_bytecode = sys.flags.dont_write_bytecode == 1
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from functools import cache
 
 PREFIX = "holdfast:"  # Of every line that holdfast writes.
 LINE_LIMIT_CHARS = 4000
+REASON_LIMIT_CHARS = 300
 _CUT = " ..."
 _CUT_MIDDLE = "\n... (cut) ...\n"
 
@@ -51,6 +52,11 @@ def _tables() -> tuple[dict[int, str], dict[int, str]]:
 def encodable(text: str) -> str:
     """File names, arguments and JSON may have halves of characters, which no message can have. They become visible."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def reason(said: object, otherwise: str = "") -> str:
+    """What a user gives as a reason, as much as a message takes."""
+    return encodable(str(said or otherwise))[:REASON_LIMIT_CHARS]
 
 
 def cut(text: str, limit: int = LINE_LIMIT_CHARS) -> str:

@@ -415,6 +415,13 @@ def _command_of(pid: int) -> str:
     return ""
 
 
+def _remove_memory_of_fake_clocks() -> None:
+    """libfaketime leaves it behind in processes that are killed."""
+    for path in Path("/dev/shm").glob("*faketime_*"):
+        if not Path("/proc", path.name.rpartition("_")[2]).exists():
+            path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def campaign(home: Path, side: Side, seed: int) -> Iterator[Campaign]:
     made = Campaign(home, side, seed)
@@ -422,6 +429,7 @@ def campaign(home: Path, side: Side, seed: int) -> Iterator[Campaign]:
         yield made
     finally:
         made.close()
+        _remove_memory_of_fake_clocks()
 
 
 def carry_out(home: Path, side: Side, seed: int, seconds: float) -> Campaign:

@@ -19,6 +19,10 @@ AGENT = """
 LATER = "linecache logging string textwrap token tokenize traceback"
 # Loaded by the spawner. A fork copies its memory for each worker.
 SPAWNER = "__future__ ctypes errno genericpath importlib math os posixpath select stat struct time types warnings"
+if sys.version_info >= (3, 14):  # What Python's own modules import besides.
+    AGENT += "annotationlib ast io"
+    LATER += " copy dataclasses dis importlib inspect opcode"
+    SPAWNER += " abc itertools sysconfig threading"
 
 # The agent runs here, and shows what is loaded when it orders its first worker, and what was added until its end.
 _AGENT = """

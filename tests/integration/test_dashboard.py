@@ -7,6 +7,8 @@ import functools
 import os
 import signal
 import socket
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -469,11 +471,17 @@ def test_a_dashboard_that_does_not_serve_is_a_warning(
 @proves("dashboard.node-group-rank-serves")
 def test_a_pipe_behind_the_command_ends_with_the_agent(scene: Scene) -> None:
     """`holdfast run --dashboard ... | tee log`: the dashboard does not hold the pipe."""
-    script = support.write_script(scene.home / "short.py", "import time\ntime.sleep(10)\n")
-    done = scene.run("run", "--standalone", "--dashboard", script)
-    assert done.returncode == 0
-    found = dashboards.beside(done.stderr)
-    assert found is not None, done.stderr
+    os.mkfifo(gate := scene.home / "gate")
+    script = support.write_script(scene.home / "waits.py", f"open({str(gate)!r}).close()\n")
+    command = [sys.executable, "-m", "holdfast", "run", "--standalone", "--dashboard", script]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=scene.environment("a")) as run:
+        assert run.stderr is not None
+        said = next(line for line in run.stderr if "holdfast: dashboard: " in line)
+        support.open_gate(gate)
+        run.communicate(timeout=60)
+    assert run.returncode == 0
+    found = dashboards.beside(said)
+    assert found is not None, said
     assert support.alive(found[1]), "it stays"
     os.kill(found[1], signal.SIGTERM)
     assert not support.survivors([found[1]])

@@ -305,7 +305,7 @@ print("rank 0 was gone")
 
 @promise("""workers.torch-store-served-master: torch's store is served by holdfast at `MASTER_PORT`: it listens before
     any worker starts, outlives rank 0, and is fresh in every round. Static runs never listen at the user's port.""")
-@pytest.mark.parametrize("backend", ["standalone", "tcp"])
+@pytest.mark.parametrize("backend", [pytest.param("standalone", marks=support.only_in_test_all("torch")), "tcp"])
 def test_the_store_outlives_rank_0_and_is_fresh_in_every_round(backend: str, tmp_path: Path) -> None:
     script = support.write_script(tmp_path / "job.py", ENDS_FIRST)
     logs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.ALL)

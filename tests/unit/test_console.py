@@ -193,7 +193,7 @@ def test_no_colours_in_a_pipe() -> None:
 @promise("""output.messages-arrive-whole-stderr: holdfast's messages arrive whole on a stderr that another process made
     non-blocking.""")
 def test_a_long_text_is_whole_on_a_non_blocking_pipe() -> None:
-    code = "from holdfast.cli import console; console.write('x' * 200_000 + ' the cause\\n'); console.print_out('end')"
+    code = "from holdfast.cli import console; console.write('x' * 400_000 + ' the cause\\n'); console.print_out('end')"
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=writer) as process:
@@ -202,7 +202,7 @@ def test_a_long_text_is_whole_on_a_non_blocking_pipe() -> None:
         os.close(writer)
         with open(reader, "rb") as pipe:
             heard = pipe.read()
-    assert heard == b"x" * 200_000 + b" the cause\nend"
+    assert heard == b"x" * 400_000 + b" the cause\nend"
 
 
 @promise("cli.terminal-closed-full-loses: A terminal that is closed or full loses only the text.")

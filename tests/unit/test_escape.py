@@ -78,3 +78,9 @@ def test_other_handlers_see_the_record_as_it_was() -> None:
     one = record("it said %s", "\x1b")
     FORMATTER.format(one)
     assert one.getMessage() == "it said \x1b"
+
+
+def test_a_reason_fits_into_a_message() -> None:
+    """One that is longer than a request may be, or no UTF-8."""
+    assert escape.reason("\udcff" + "x" * 5000) == "\\udcff" + "x" * 294
+    assert escape.reason("", "closed by the user") == "closed by the user"

@@ -52,6 +52,7 @@ def test_functions_have_half_of_the_grace() -> None:
 def test_haste_cuts_the_functions_short() -> None:
     ladder = Ladder(SIGTERM, 30.0, 100.0, has_hooked=True)
     ladder.hurry(5.0, 101.0)
+    assert ladder.climb(103.5, has_leaders=True, is_swept=False) is Action.SIGNAL_HOOKED
     assert ladder.climb(106.0, has_leaders=True, is_swept=False) is Action.KILL_TREES
     ladder = Ladder(SIGTERM, 30.0, 100.0, has_hooked=True)
     assert ladder.climb(101.0, has_leaders=False, is_swept=False) is Action.KILL_TREES, "none is left"

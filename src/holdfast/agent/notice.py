@@ -34,7 +34,6 @@ logger = Logger(__name__)
 
 DEFAULT_SIGNAL = "SIGUSR1"
 DEFAULT_TIME_S = 120.0
-REASON_LIMIT_CHARS = 300
 _LARGEST = 1e300
 
 
@@ -86,7 +85,7 @@ def request_in(said: Any, default_s: float, reason: str) -> NoticeRequest:
     if not _is_number(left_s) or not left_s <= LONGEST_NOTICE_S:
         raise ValueError(f"{'at' if at is not None else 'in_s'} is no time within a day: {str(said)[:100]}")
     text = said.get("reason", "")
-    reason = escape.encodable(text if isinstance(text, str) and text else reason)[:REASON_LIMIT_CHARS]
+    reason = escape.reason(text if isinstance(text, str) else "", reason)
     is_withdrawn = said.get("withdraw") is True
     return NoticeRequest(None if is_withdrawn else max(0.0, float(left_s)), reason, said.get("whole_run") is True)
 

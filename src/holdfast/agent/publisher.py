@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from holdfast.process.workers.group import PContext
     from holdfast.telemetry.spans import Tracing
 
-_REASON_LIMIT = 300
 _FAILED_KEPT = 16
 _STEPS_KEPT = 8
 _EXPORT_LIMIT_S = 590.0
@@ -260,7 +259,7 @@ class Publisher(Sink):
         """The loop does it, when it is its turn."""
         run = self._run
         scope = "run" if run.reaches_all_nodes else "node"
-        run.request_close(escape.encodable(str(request.get("reason") or "closed by the user"))[:_REASON_LIMIT])
+        run.request_close(escape.reason(request.get("reason"), "closed by the user"))
         return {"scope": scope, "pid": os.getpid()}
 
     def _give_notice(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast import escape
 from holdfast.cli import console, runs
 from holdfast.cli.arguments.parser import PlainParser, argument
 from holdfast.cli.arguments.values import notice_time_s
@@ -67,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _said(args: argparse.Namespace) -> dict[str, Any]:
     said: dict[str, Any] = {"withdraw": True} if args.withdraw else {"in_s": args.in_s}
-    return {**said, "reason": args.reason or f"{PROGRAM}, by {user_name()} on {os.uname().nodename}"}
+    return {**said, "reason": escape.reason(args.reason, f"{PROGRAM}, by {user_name()} on {os.uname().nodename}")}
 
 
 def _when(args: argparse.Namespace, count: int = 1) -> str:

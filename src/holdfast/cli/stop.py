@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     args = get_parser().parse_args(argv)
 
     def stop() -> str:
-        reason = args.reason or f"holdfast stop, by {user_name()} on {os.uname().nodename}"
+        reason = escape.reason(args.reason, f"holdfast stop, by {user_name()} on {os.uname().nodename}")
         run = runs.open_run(args)
         if runs.name_in(args) is None:
             _confirm(run)

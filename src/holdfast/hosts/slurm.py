@@ -33,7 +33,7 @@ from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
 from holdfast import escape, loop, signals, stdio
-from holdfast.errors import HoldfastError, HostError, UserError
+from holdfast.errors import WENT_AWAY, HoldfastError, HostError, UserError
 from holdfast.frozen import frozen
 from holdfast.hosts.console import EngineConsole
 from holdfast.hosts.engines import OWN, Engine, ask
@@ -60,6 +60,7 @@ _MOST_LOSSES = 1  # Of a node that may be used again.
 # The delays are those of lost hosts (`agent_fleet`). Depending on the cluster Slurm signals the shell alone, or every
 # process of the task; so the shell passes signals on. It would start a background command with two of them ignored.
 # A listing is newer than what NFS remembers of a file that was missing.
+# With the task Slurm ends the coordinator on that node, which may have to tell other nodes that the run goes away.
 _KEEP_AGENT = f"""\
 set +eu
 private=${{{SUCCESS_FILE_VARIABLE}%/*}} stopped= agent=
@@ -77,6 +78,7 @@ for delay in 5 10 20 ""; do
     for ((; delay > 0; delay--)); do is_over || sleep 1; done
     ! is_over || break
 done
+[ $code != {WENT_AWAY} ] || sleep 2
 exit $code"""
 # What Slurm's commands say when it is not the user's input that is wrong.
 _TROUBLE = re.compile(

@@ -45,9 +45,10 @@ class Ladder:
         return self._kill_at if self._hooks_until is None else min(self._hooks_until, self._kill_at)
 
     def hurry(self, grace_s: float, now: float) -> None:
-        """At most that much more grace. What has been killed has none."""
+        """At most that much more grace, and half of it for the functions. What has been killed has none."""
         if not self.is_killed and self.deadline is not None:
             self._kill_at = min(self._kill_at, now + grace_s)
+            self._hooks_until = self._hooks_until and min(self._hooks_until, now + grace_s / 2)
             self.deadline = self._next_rung()
 
     def climb(self, now: float, *, has_leaders: bool, is_swept: bool) -> Action | None:

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 _KEPT_S = 0.2
 _STRANGERS_KEPT = 8
 _PAGES_KEPT = 64
-_REASON_LIMIT = 300
 _MOST_AWAIT_END = 64
 
 
@@ -127,7 +126,7 @@ class Queries:
     def _stop(self, client: Connection, query: protocol.Query, request: dict[str, Any]) -> str:
         if not self._may_act(client):
             return "this run has no token, so only its own nodes can end it; use `holdfast stop` on a host of the run"
-        reason = escape.encodable(str(request.get("reason") or "closed by the user"))[:_REASON_LIMIT]
+        reason = escape.reason(request.get("reason"), "closed by the user")
         told = len(self._run.membership.nodes)
         self._run.feed(model.CloseRequested(reason))
         outcome = self._run.membership.outcome
@@ -151,7 +150,7 @@ class Queries:
             if not (matching := notices.matching(name, run.nodes.values(), ranks)):
                 return f"no node of this run is called {name[:100]!r}; `holdfast status` lists them"
             found |= dict.fromkeys(matching)
-        reason = escape.encodable(str(request.get("reason") or ""))[:_REASON_LIMIT]
+        reason = escape.reason(request.get("reason"))
         wanted = model.NoticeRequest(None if left_s is None else float(left_s), reason, is_whole_run=not found)
         self._run.feed(protocol.NoticeRequested(wanted, tuple(found)))
         told = {"nodes": [*found], "is_whole_run": not found, "node_count": len(found) or len(run.nodes)}
