@@ -86,6 +86,13 @@ def test_a_number_that_is_too_long_for_a_counter_reaches_no_barrier() -> None:
     assert "no number" in store.take(other, add("/b", 1))[1]
 
 
+@pytest.mark.parametrize(("value", "number"), [(b"12x", 13), (b" -7", -6), (b"+1_0", 2)])
+def test_a_counter_begins_with_the_number_at_the_start_of_its_value(value: bytes, number: int) -> None:
+    store = TorchStore()
+    assert said(store, client_of(store), set_("/n", value) + add("/n", 1)) == i64(number)
+    assert "no number" in problem_with(set_("/n", b"-x") + add("/n", 1))
+
+
 def test_barriers_of_different_sizes_with_one_key() -> None:
     """Each ends with its own number, whoever has gone in between and whatever else was written there."""
     store = TorchStore()

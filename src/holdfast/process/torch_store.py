@@ -331,7 +331,7 @@ class TorchStore:
     def _increase(self, key: bytes, by: int) -> int:
         """Numbers are decimal text, and wrap as 64-bit integers do."""
         try:
-            number = int(self._values.get(key, b"0")) + by
+            number = _leading_number(self._values.get(key, b"0")) + by
         except ValueError:
             raise ProtocolError(f"counts with the key {_shown(key)}, whose value is no number") from None
         number = (number + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -401,6 +401,13 @@ def _incomplete(client: Client, ends: int) -> _Incomplete:
 
 def _sized(value: bytes) -> bytes:
     return _U64.pack(len(value)) + value
+
+
+def _leading_number(value: bytes) -> int:
+    """What comes behind it does not count, as in torch's own server."""
+    text = value.lstrip()
+    digits = text[text[:1] in (b"-", b"+") :]
+    return int(text[: len(text) - len(digits.lstrip(b"0123456789"))])
 
 
 def _shown(key: bytes) -> str:
