@@ -94,8 +94,8 @@ def test_a_signal_at_the_command(engine: Engine, number: signal.Signals) -> None
     assert engine.files_left() == []
 
 
-@promise("""notice.command-of-engine: SIGUSR1 to `holdfast run --hosts`, `holdfast submit ray` or `submit slurm` gives
-    notice to the whole run: all workers of all nodes are told, and the command ends with 95.""")
+@promise("""notice.command-of-engine: SIGUSR1 to `holdfast run` with `--hosts`, to `holdfast submit ray` or to `holdfast
+    submit slurm` gives notice to the whole run: all workers of all nodes are told, and the command ends with 95.""")
 def test_a_notice_at_the_command(engine: Engine) -> None:
     running = engine.work("save")
     engine.pids(2)

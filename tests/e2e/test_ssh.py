@@ -323,8 +323,8 @@ def test_commands_reach_the_run_through_the_command_that_started_it(cluster: Ssh
     assert ended.code == 94, ended
 
 
-@promise("""notice.hosts: `holdfast notice` on the machine of `holdfast run --hosts` is about the whole run, and reaches
-    it over ssh.""")
+@promise("""notice.hosts: `holdfast notice` on the machine of `holdfast run` with `--hosts` is about the whole run, and
+    reaches it over ssh.""")
 def test_a_notice_through_the_command_that_started_the_run(cluster: Ssh) -> None:
     running = cluster.work("save")
     cluster.pids(2)
