@@ -542,12 +542,15 @@ class AdmittedTogether(Checker):
         """When nodes joined that are connected."""
         self._since: float | None = None
         """When the first newcomer came; there was always one since."""
+        self._most = 0
+        """As many nodes were there at a time since the round was sealed: some may be gone when the stop is told."""
         self._told_at, self._stopped = 0.0, 0
 
     def _count(self) -> None:
         members = self._world.ranks if self._world is not None else {}
         came_at = [at for key, at in self._came_at.items() if key not in members]
         self._since = None if not came_at else min(came_at) if self._since is None else self._since
+        self._most = max(self._most, len(self._came_at.keys() | members))
 
     def coordinator_started(self, memory: Memory | None) -> None:
         self._world = None
@@ -563,7 +566,7 @@ class AdmittedTogether(Checker):
             self._count()
 
     def world_sealed(self, world: World) -> None:
-        self._world, self._since, self._told_at = world, None, self.now()
+        self._world, self._since, self._most, self._told_at = world, None, 0, self.now()
         self._count()
 
     def stop_ordered(self, stop: Stop) -> None:
@@ -574,8 +577,7 @@ class AdmittedTogether(Checker):
         if world is None or stop.round != world.round or not stop.reason.endswith((" joins", " join")):
             return
         waited_s = 0.0 if self._since is None else self.now() - self._since
-        is_full = len(self._came_at.keys() | world.ranks.keys()) >= self.settings.max_nodes
-        if waited_s < self.settings.admit_delay_s - 0.001 and not is_full:
+        if waited_s < self.settings.admit_delay_s - 0.001 and self._most < self.settings.max_nodes:
             self.object(
                 f"round {world.round} was stopped {waited_s:.1f} s after the first newcomer came: {stop.reason}"
             )
