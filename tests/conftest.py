@@ -41,6 +41,16 @@ def pytest_collection_finish() -> None:
     sys.dont_write_bytecode = sys.flags.dont_write_bytecode == 1
 
 
+@pytest.fixture(autouse=True)
+def own_log_lines() -> Iterator[None]:
+    """A command that runs in this process lets the logger speak on stderr. The next test does not expect that."""
+    logger = logging.getLogger("holdfast")
+    handlers, level = [*logger.handlers], logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
 @pytest.fixture
 def mailbox(tmp_path: Path) -> Iterator[support.Mailbox]:
     box = support.Mailbox(tmp_path / "mailbox")

@@ -238,4 +238,5 @@ def test_agents_are_asked_at_a_bounded_rate(tmp_path: Path) -> None:
         guest.send(*(query("status", run.names[0]) for _ in range(39)))
         assert "agents are asked at most 1 times a second" in ask(guest, query("status", run.names[0]))["error"]
         run.check()
-        assert len(asked) in (5, 6)
+        support.wait_until(lambda: len(asked) >= 5, "as many were asked as may be at once")
+        assert len(asked) <= 6

@@ -162,3 +162,16 @@ def test_descriptors_that_find_no_place_are_an_error_and_not_a_mix_up(ends: tupl
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         for fd in fillers:
             os.close(fd)
+
+
+def test_what_the_other_end_has_said_is_heard_although_it_died_with_orders_unread(
+    ends: tuple[Channel, Channel],
+) -> None:
+    """The kernel tells of the orders first."""
+    ours, theirs = ends
+    ours.send(("kill",))
+    theirs.send(("exited", 0, -11, 7, 1234.5))
+    theirs.send(("swept", []))
+    theirs.close()
+    assert [message for message, _ in ours.receive()] == [("exited", 0, -11, 7, 1234.5), ("swept", [])]
+    assert not ours.is_open
