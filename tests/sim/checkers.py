@@ -823,6 +823,8 @@ class LastCompleteSurvives(Checker):
         self._complete: tuple[int, int, int] | None = None
         self._wanted = 1
         """On how many nodes each rank of a complete snapshot is."""
+        self._is_missing = False
+        """A rank of the last complete snapshot is on no node of the round."""
 
     def step_stored(self, node: str, snapshot: SnapshotId, ranks: range) -> None:
         self._sizes[snapshot.order] = snapshot.world_size
@@ -838,6 +840,8 @@ class LastCompleteSurvives(Checker):
             least = min((len(each) for each in self._holders[order.saved].values()), default=0)
             if least < self._wanted and order.saved[1] == order.round:
                 self.object(f"{order}, but a rank of it is on {least} nodes")
+        elif isinstance(order, Complete) and self._is_missing:
+            self._complete = order.saved  # The nodes of this round keep an older one, of which they have all ranks.
 
     def world_sealed(self, world: World) -> None:
         can_copy = all(facts.snapshot_port for facts in world.members.values())
@@ -847,6 +851,7 @@ class LastCompleteSurvives(Checker):
         present = {facts.node_id for facts in world.members.values() if facts.snapshot_port}
         holders, found = self._holders[self._complete], _snapshot_of(world.template)
         is_loadable = all(holders[rank] & present for rank in range(self._sizes[self._complete]))
+        self._is_missing = not is_loadable
         if is_loadable and (found is None or found.order < self._complete):
             self.object(f"round {world.round} loads {found}, and {self._complete} was complete")
         if found is not None and found.order < self._complete:
