@@ -66,6 +66,12 @@ def test_every_argument_is_the_same_in_the_job(tmp_path: Path, word: str) -> Non
     assert f"--rdzv-id=run {word}-7" in words
 
 
+def test_where_and_for_whom_a_job_runs_are_options_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--account=lab", "--qos=high", "--nodelist=n[1-2]", "--exclude=n3", "--partition=main"]
+    assert submit.render(["slurm", *options, "train.py"]) == 0
+    assert {f"#SBATCH {option}" for option in options} <= set(capsys.readouterr().out.splitlines())
+
+
 @proves("engines.render-slurm-shows-argument")
 @pytest.mark.parametrize("word", ["--qos=a\nb", "--x\nrm=1", "--x\nrm", "--x\rrm", "--comment=\u202eabc", '--x="'])
 def test_a_directive_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str], word: str) -> None:
