@@ -100,13 +100,7 @@ def test_nothing_of_the_earlier_run_is_held_while_modules_are_learned(
     os.close(write_fd)
     try:
         link = SpawnerLink.launch()
-        spec = GroupSpec("t", sys.executable, DefaultLogsSpecs("/dev/null"), preload=MODULES)
-        wanted = command.template_for(spec, ("-c", "pass"))
-        assert wanted is not None
-        link.preload(wanted, command.bytecode())
-        while link.is_preloading:
-            link.wait(support.DEADLINE_S)
-            link.reports()
+        preload(link)
         before = procfs.children_of(link.pid)
         link.learn(["fractions"], is_slow=True)
         assert link.keep(60, MODULES) == ""
@@ -119,6 +113,19 @@ def test_nothing_of_the_earlier_run_is_held_while_modules_are_learned(
     after = support.wait_until(lambda: {*procfs.children_of(link.pid)} - {*before}, "there is another template")
     support.wait_until(lambda: procfs.children_of(link.pid) == [*after], "it has learned")
     assert [psutil.Process(each).cwd() for each in after] == ["/"]
+
+
+def preload(link: SpawnerLink) -> list[Any]:
+    """Have a template made. What the spawner has said meanwhile."""
+    spec = GroupSpec("t", sys.executable, DefaultLogsSpecs("/dev/null"), preload=MODULES)
+    wanted = command.template_for(spec, ("-c", "pass"))
+    assert wanted is not None
+    link.preload(wanted, command.bytecode())
+    said = []
+    while link.is_preloading:
+        link.wait(support.DEADLINE_S)
+        said += link.reports()
+    return said
 
 
 def links(pid: int) -> list[str]:
@@ -163,13 +170,7 @@ def test_it_ends_when_memory_is_short(share: float, monkeypatch: pytest.MonkeyPa
     theirs.close()
     assert isinstance(ours, Channel)
     link = SpawnerLink(ours, pid, "00" * 8)
-    spec = GroupSpec("t", sys.executable, DefaultLogsSpecs("/dev/null"), preload=MODULES)
-    wanted = command.template_for(spec, ("-c", "pass"))
-    assert wanted is not None
-    link.preload(wanted, command.bytecode())
-    while link.is_preloading:
-        link.wait(support.DEADLINE_S)
-        assert link.reports() == []
+    assert preload(link) == []
     assert link.keep(4 if share else 600, MODULES) == ""
     if share:
         assert support.survivors([pid], 3.5) == []

@@ -124,7 +124,8 @@ class Channel:
             )
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # The other end had orders unread. Told once, before what it has said itself.
+        except ConnectionResetError:
+            # The other end has died with packets unread. The kernel tells of that once, before the packets from there.
             return self._next_packet()
         fds = [fd for _, _, payload in ancillary for fd in struct.unpack(f"{len(payload) // 4}i", payload)]
         if flags & _socket.MSG_CTRUNC:  # The kernel dropped descriptors that found no place here.

@@ -27,7 +27,7 @@ consequence and cost nothing:
   3. A is still unaccounted for, so nothing is decided until it is lost after `drop_timeout_s`,
   4. the next round is formed without A, uncharged, although `max_restarts` may be 0.
 
-If B's report comes after A is lost, the round is stopped already, and B is told why its failure does not count.
+If A is lost before B's report comes, the round is stopped already. Then B is told why its failure does not count.
 
 Stopping is bounded. A member that keeps its lease but does not come back from a stop within the longest time that a
 member needs for one (`NodeFacts.stops_within_s`) is expelled; a lease later its workers must be gone, and it is lost.
