@@ -283,8 +283,8 @@ def test_a_partner_that_stands_still_does_not_use_up_the_time_of_the_check(
         still = {"address": "127.0.0.1", "port": listener.getsockname()[1], "secret": "00" * 16}
         listening(monkeypatch, {"b": still, "c": good_node()})
         began = time.monotonic()
-        said = link.link({"turn": 0, "timeout_s": 10.0})
-    assert time.monotonic() < began + 10.0
+        said = link.link({"turn": 0, "timeout_s": 30.0})
+    assert time.monotonic() < began + 30.0
     assert "no transfer with b (timed out)" in said
 
 

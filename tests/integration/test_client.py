@@ -20,7 +20,7 @@ from holdfast.rendezvous.handler import CoordinatorHandler
 from holdfast.rendezvous.membership.model import PlaceLost
 from holdfast.rendezvous.settings import read
 from tests import support
-from tests.coordinators import Caller, CoordinatorProcess, coordinator, form, node
+from tests.coordinators import Caller, CoordinatorProcess, await_push, coordinator, form, node
 from tests.promises import promise, proves
 from tests.relay import Relay
 
@@ -140,3 +140,21 @@ def test_a_dial_is_given_up_when_the_coordinator_has_moved(tmp_path: Path) -> No
         finally:
             a.shutdown()
             relay.close()
+
+
+def test_a_node_that_lost_its_place_asks_the_store_when_it_has_joined_again(tmp_path: Path) -> None:
+    """The coordinator hangs up on a stranger that asks the store, so a node without a place must not ask."""
+    times = {"lease": 1, "reconnect_grace": 0.2, "drop_timeout": 1}
+    with coordinator(tmp_path) as server, closing(Relay(server.port)) as relay, node(relay.port, **times) as a:
+        (first,) = form(a)
+        relay.be_silent(True)
+        await_push(a, PlaceLost)
+        asking = Caller(first.found.store.set, "k", "v")
+        relay.hang_up()
+        support.wait_until(lambda: not is_connected(a), "it has noticed")
+        relay.be_silent(False)
+        support.wait_until(lambda: is_connected(a), "it is back")
+        (second,) = form(a)
+        asking.result()
+        assert second.number > first.number
+        assert not server.lines("is not a member of the run")

@@ -25,8 +25,9 @@ LONG_S = LONG.total_seconds()
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A node's connection to a coordinator."""
-    with coordinator_thread(tmp_path_factory.mktemp("home")) as port, node(port, run_id="stores") as handler:
+    """A node's connection to a coordinator. No agent joins again if it loses its place on a busy machine."""
+    home, lease_s = tmp_path_factory.mktemp("home"), 2 * LONG_S
+    with coordinator_thread(home) as port, node(port, run_id="stores", lease=lease_s) as handler:
         form(handler)
         assert handler._client is not None
         yield handler._client

@@ -102,6 +102,7 @@ class Client:
         self._target: Target | None = None  # Of the last connection.
         self._secret = os.urandom(protocol.NONCE_BYTES)  # It proves that later connections are this node's.
         self._dial: object = None  # The present attempt to connect. The results of all others are dropped.
+        self._has_joined = False  # Said on this connection that this node wants a place, or has one.
         self._heard = 0  # Words of coordinators.
         self._node_count = 1  # In the last round.
         self._outgoing = bytearray()
@@ -139,8 +140,7 @@ class Client:
 
     def ask(self, request: bytes, node_id: str, timeout_s: float) -> bytes:
         """Ask the coordinator, or the agent of that node; from any thread. Raises HostError if no answer comes."""
-        frames = self._frames
-        if frames is None:
+        if not self._has_joined:
             raise HostError(f"{self.reach.who} is out of reach at the moment")
         try:
             answer: Answer | None = self._exchange(Query(next(self._numbers), request, node_id), timeout_s)
@@ -219,7 +219,8 @@ class Client:
     def _turn(self) -> None:
         for item in self._inbox.take():
             if isinstance(item, _ToSend):
-                self._send(item)
+                if self._has_joined:
+                    self._send(item)
             elif callable(item):
                 item()
             elif item is not None:
@@ -238,6 +239,8 @@ class Client:
         for command in self._node.step(event, time.monotonic()):
             if isinstance(command, protocol.FromNode):
                 self._send(command)
+                if isinstance(command, protocol.Join | protocol.Return):
+                    self._joined()
                 continue
             match command:
                 case node_lease.Connect():
@@ -318,9 +321,14 @@ class Client:
         self._heard += 1
         self._say(self.reach.reached(time.monotonic()))
         self._step(node.Welcomed(welcome.term, welcome.last_round, welcome.restarts_used, frames.peer_minor))
-        for request, _ in self._unanswered.copy().values():
-            if isinstance(request, StoreRequest):
-                self._send(request)
+
+    def _joined(self) -> None:
+        """The coordinator answers members alone, and hangs up on others that ask: requests to the store wait for it."""
+        if self._sock is not None and not self._has_joined:
+            self._has_joined = True
+            for request, _ in self._unanswered.copy().values():
+                if isinstance(request, StoreRequest):
+                    self._send(request)
 
     def _cannot_connect(self, dial: object, target: Target | None, error: Exception) -> None:
         if dial is not self._dial:
@@ -426,6 +434,7 @@ class Client:
         if self._sock is not None:
             self._sock.close()
         self._sock = self._frames = None
+        self._has_joined = False
         self._outgoing.clear()
         self.reach.lost(time.monotonic())
 
