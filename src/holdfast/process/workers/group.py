@@ -464,8 +464,7 @@ class PContext(abc.ABC):
                     slot.is_excused = slot.is_hooked and not slot.has_raised()
                     if not slot.is_hooked:
                         slot.send(number)
-                    if slot.blamed.hang:  # It may be stopped, and would not hear of it.
-                        slot.send(signal.SIGCONT)
+                    slot.continue_if_stopped()
 
     def poll_stop(self) -> bool:
         """Whether nothing is left but `survivors`, which cannot be killed; then everything is released."""
