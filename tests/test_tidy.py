@@ -104,8 +104,8 @@ _PURE = {
 }
 PURE = [f"{folder}/{name}.py".lstrip("/") for folder, names in _PURE.items() for name in names.split()]
 DATA_MODULES = {
-    "__future__", "_collections", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
-    "hashlib", "heapq",
+    "__future__", "_collections", "bisect", "collections", "collections.abc", "dataclasses", "enum", "errno",
+    "functools", "hashlib", "heapq",
     "hmac", "inspect", "itertools", "json", "math", "msgspec", "msgspec.msgpack", "operator", "re", "shlex",
     "signal", "string", "struct", "types", "typing", "zlib",
     # What pure modules take from these is data.

@@ -7,9 +7,20 @@ line, without a traceback.
 
 from __future__ import annotations
 
+import errno
+
 RUN_CLOSED = 94  # The exit code of a run that the user has ended for all its nodes. Engines must not start it again.
 WENT_AWAY = 95  # The exit code of a node, or a run, that went away after a notice. It may be started again.
 RUN_WENT_AWAY = "the run has ended after a notice"  # So an agent says it that speaks for the run.
+
+NO_THREAD = "can't start new thread"  # The text of a RuntimeError; the interpreter has no class of its own for it.
+
+# A user can do something about these errors of the system.
+_REMEDIES = {
+    errno.EMFILE: " (see ulimit -Hn)",
+    errno.EAGAIN: " (see ulimit -u, and the limit of processes of the container)",
+    errno.EFBIG: " (see ulimit -f)",
+}
 
 
 class HoldfastError(Exception):
@@ -26,6 +37,11 @@ class HostError(HoldfastError, RuntimeError):
 
 class InternalError(HoldfastError, RuntimeError):
     """holdfast itself is wrong; the text carries the recent story."""
+
+
+def remedy(number: int | None) -> str:
+    """What to look at after an error of the system; empty for most."""
+    return _REMEDIES.get(number or 0, "")
 
 
 _FROM_RUN = "_holdfast_is_from_run"

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.errors import UserError
@@ -563,6 +564,17 @@ def test_a_stop_without_grace_has_none(starter: Starter, mailbox: support.Mailbo
     assert deadline <= time.monotonic()
     context.close()
     assert context.stopped() == {0: "SIGKILL, 0 s after SIGCONT"}
+
+
+@promise("""stopping.worker-sigstop-continued: A worker that SIGSTOP has stopped is continued when it is to end, so that
+    it can act on the signal.""")
+def test_a_stopped_worker_acts_on_the_stop_signal(starter: Starter, mailbox: support.Mailbox) -> None:
+    context = starter.start(entrypoints.wait_forever, str(mailbox))
+    (pid,) = (int(text) for text in mailbox.take(1))
+    os.kill(pid, signal.SIGSTOP)
+    support.wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is stopped")
+    context.close(timeout=60)
+    assert context.stopped() == {0: "SIGTERM"}
 
 
 def test_contexts_take_their_arguments_in_the_known_order() -> None:

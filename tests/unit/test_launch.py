@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import HostError
-from holdfast.rendezvous.coordinator import launch, state_file
+from holdfast.rendezvous.coordinator import launch, process, state_file
 from holdfast.rendezvous.coordinator.launch import NotThisHost, Orders, PortTaken
 from holdfast.rendezvous.settings import NodeSettings, TlsFiles
 from tests.promises import promise, proves
@@ -105,6 +106,26 @@ def test_ipv6() -> None:
         port = sock.getsockname()[1]
         assert can_connect("::1", port)
         assert not can_connect("127.0.0.1", port)
+
+
+def test_a_coordinator_that_cannot_be_started_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the limit of processes of the user."""
+
+    def refuse(*args: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    async def serve(orders: Orders) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    *_, code = launch.detached("holdfast.rendezvous.coordinator.process")
+    with pytest.raises(SystemExit, match=r"^Resource temporarily unavailable$"):
+        exec(code, {})
+    monkeypatch.setattr(process, "_serve_for_a_run", serve)
+    assert process.main([msgspec.json.encode(Orders(3)).decode()]) == 1
+    assert capsys.readouterr().err.startswith("cannot start a thread (see ulimit -u")
 
 
 def test_only_one_is_about_to_start_a_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:

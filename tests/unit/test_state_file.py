@@ -240,3 +240,19 @@ def test_the_default_place_is_private_to_the_user(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
     assert memories.default_directory().name == f"holdfast-{os.getuid()}"
     assert memories.default_directory().parent != tmp_path / "missing"
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_user_without_a_home_has_a_default_place(
+    is_taken: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    place = tmp_path / f"holdfast-{os.getuid()}"
+    if is_taken:
+        place.touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert memories.default_directory() == place

@@ -65,11 +65,13 @@ def test_mistakes(args: list[str], words: str, capsys: pytest.CaptureFixture[str
 
 
 @proves("steering.signal-ends-commands-once")
-def test_a_full_disk_is_an_error_and_a_closed_stdout_is_none() -> None:
-    program = [sys.executable, "-m", "holdfast", "token"]
+@pytest.mark.parametrize("command", [["token"], ["render", "slurm", "train.py"], ["--version"]])
+def test_a_full_disk_is_an_error_and_a_closed_stdout_is_none(command: list[str]) -> None:
+    program = [sys.executable, "-m", "holdfast", *command]
+    name = " ".join(["holdfast", *command[:1]]).removesuffix(" --version")
     with open("/dev/full", "wb") as full:
         done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    said = "holdfast token: error: cannot write to the standard output: No space left on device\n"
+    said = f"{name}: error: cannot write to the standard output: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)
     done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.cli import top
 from holdfast.cli.top import KEYS, Screen
 from holdfast.observe.run_view import RunView, Told
 from holdfast.telemetry.status import AgentStatus, NodeStatus, NoticeStatus, RunStatus, WorkerStatus
@@ -104,3 +105,12 @@ def test_a_node_that_does_not_answer_says_why() -> None:
 def test_keys_are_told_apart() -> None:
     pressed = [match.lastgroup for match in KEYS.finditer(b"\x1b[A\x1bOBjskx\x1b[6~q")]
     assert pressed == ["up", "down", "down", "up", "page_down", "leave"]
+
+
+def test_without_a_terminal_it_says_so_also_if_stdin_is_closed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    monkeypatch.setattr("os.isatty", lambda fd: False)
+    assert top.main([]) == 2
+    assert capsys.readouterr().err.startswith("holdfast top: error: this needs a terminal;")

@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.errors import HostError
 from holdfast.process.spawner import bootstrap
-from holdfast.process.workers.group import SpawnerLostError, is_curable
+from holdfast.process.workers.group import SpawnerLostError, is_curable, why_refused
 from holdfast.process.workers.ladder import Ladder
 from holdfast.process.workers.worker import Slot
 from tests.promises import promise, proves
@@ -229,3 +229,20 @@ def test_a_worker_that_was_being_started_did_not_have_to_be_killed() -> None:
 )
 def test_which_errors_of_a_start_a_restart_may_cure(error: Exception, may_try_again: bool) -> None:
     assert is_curable(error) is may_try_again
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOENT, "No such file or directory", "./x"), "No such file or directory: './x'"),
+        (
+            OSError(errno.EAGAIN, "Resource temporarily unavailable", "python3"),
+            "Resource temporarily unavailable: 'python3' (see ulimit -u, and the limit of processes of the container)",
+        ),
+        (OSError(errno.EFBIG, "File too large"), "File too large (see ulimit -f)"),
+        (OSError("who knows"), "who knows"),
+        (SpawnerLostError("the spawner was killed by SIGKILL"), "the spawner was killed by SIGKILL"),
+    ],
+)
+def test_a_report_says_why_a_start_failed_and_what_to_look_at(error: Exception, words: str) -> None:
+    assert why_refused(error) == words

@@ -41,7 +41,7 @@ from holdfast.process.output.logs import DefaultLogsSpecs
 from holdfast.process.spawner import command
 from holdfast.process.spawner.client import SpawnerLink, launch_or_take_early
 from holdfast.process.spawner.wire import Lease
-from holdfast.process.workers.group import GroupSpec, PContext, host_name, is_curable
+from holdfast.process.workers.group import GroupSpec, PContext, host_name, is_curable, why_refused
 from holdfast.process.workers.start import new_group
 from holdfast.rendezvous.membership.model import Place, SnapshotOrder
 from holdfast.rendezvous.membership.restart_policy import Advance
@@ -153,9 +153,8 @@ class LocalWorkers(Workers):
         In a larger run, or if the error may pass, the round has failed, and the other nodes hear of it."""
         if not is_curable(error) and (self._group.group_world_size or 1) == 1:
             raise error
-        why = f"{error.strerror}: {error.filename!r}" if isinstance(error, OSError) and error.filename else str(error)
         ranks = range(self._group.spec.local_world_size)
-        evidence = Evidence(refusal=why, is_curable=is_curable(error))
+        evidence = Evidence(refusal=why_refused(error), is_curable=is_curable(error))
         refused = {rank: ProcessFailure(rank, 0, 1, "", Failure(order=rank, evidence=evidence)) for rank in ranks}
         self._has_been_refused = True
         return RunResult(WorkerState.FAILED, failures=self._by_global_rank(refused))

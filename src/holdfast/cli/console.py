@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from holdfast import escape, log, signals, stdio
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, HostError, UserError
 
 _RED, _PLAIN = "\033[31m", "\033[0m"
 _WIDEST = 100
@@ -26,8 +26,15 @@ def write(text: str) -> None:
 
 
 def print_out(text: str) -> None:
-    """Write what the user asked to see to stdout; a reader that has gone (`| head`) is no error."""
+    """Write text to stdout; one that is closed or full loses only the text."""
     stdio.write(sys.stdout, escape.lines(text), may_drop=False)
+
+
+def deliver(text: str) -> None:
+    """Write to stdout what the command is for. A reader that has gone (`| head`) is no error, a full disk is."""
+    problem = stdio.write(sys.stdout, escape.lines(text), may_drop=False)
+    if problem is not None and not isinstance(problem, BrokenPipeError):
+        raise HostError(f"cannot write to the standard output: {problem.strerror}")
 
 
 def is_unread() -> bool:
@@ -55,6 +62,8 @@ def show(program: str, make_text: Callable[[], str]) -> int:
     try:
         with _signals_raised():
             text = make_text()
+        deliver(text)
+        return 0
     except HoldfastError as error:
         write_error(program, str(error))
         return 2 if isinstance(error, UserError) else 1
@@ -63,11 +72,6 @@ def show(program: str, make_text: Callable[[], str]) -> int:
         return 1
     except (KeyboardInterrupt, signals.SignalException) as error:
         return 128 + getattr(error, "sigval", signal.SIGINT)
-    problem = stdio.write(sys.stdout, escape.lines(text), may_drop=False)
-    if problem is None or isinstance(problem, BrokenPipeError):
-        return 0
-    write_error(program, f"cannot write to the standard output: {problem.strerror}")
-    return 1
 
 
 def _words_of(error: OSError) -> str:

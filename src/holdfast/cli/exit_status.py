@@ -11,6 +11,7 @@ from holdfast.cli import console
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.options import PROGRAM
 from holdfast.errors import (
+    NO_THREAD,
     RUN_CLOSED,
     RUN_WENT_AWAY,
     WENT_AWAY,
@@ -19,6 +20,7 @@ from holdfast.errors import (
     InternalError,
     UserError,
     is_from_run,
+    remedy,
 )
 from holdfast.failures import report
 from holdfast.failures.records import LOST_NODE
@@ -30,11 +32,6 @@ from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousError, 
 log = Logger(__name__)
 
 HOST_ERROR_VARIABLE = "HOLDFAST_HOST_ERROR_CODE"  # The exit code in place of 1 if this host alone cannot go on.
-
-_REMEDIES = {
-    errno.EMFILE: " (see ulimit -Hn)",
-    errno.EAGAIN: " (see ulimit -u, and the limit of processes of the container)",
-}
 
 
 def reported(program: str, usage: str, act: Callable[[], int], print_help: Callable[[], None]) -> int:
@@ -68,9 +65,8 @@ def explain(error: BaseException, program: str = PROGRAM) -> int:
         text = f"{escape.PREFIX} {why or f'stopped by {signals.signal_name(number)}'}{killed}\n"
         _write_report(text, os.environ.get(REPORT_FILE_VARIABLE))
         return code if why else 128 + number
-    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        # The interpreter has no class of its own for it.
-        error = HostError(f"cannot start a thread{_REMEDIES[errno.EAGAIN]}").with_traceback(error.__traceback__)
+    if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
+        error = HostError(f"cannot start a thread{remedy(errno.EAGAIN)}").with_traceback(error.__traceback__)
     # A value that was refused while the launch was being prepared, with a text that says so.
     is_refused = isinstance(error, ValueError | AssertionError) and bool(str(error)) and not is_from_run(error)
     is_usage = isinstance(error, UserError) or is_refused
@@ -128,9 +124,7 @@ def _write_report(text: str, path: str | None) -> None:
 
 def _words_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        # A user can do something about these errors.
-        remedy = _REMEDIES.get(error.errno or 0, "")
         about = f" {os.fsdecode(error.filename)!r}" if isinstance(error.filename, str | bytes) else ""
-        return f"cannot start{about}: {error.strerror}{remedy}"
+        return f"cannot start{about}: {error.strerror}{remedy(error.errno)}"
     notes = ", ".join(getattr(error, "__notes__", ()))
     return (str(error) or type(error).__name__) + (f" ({notes})" if notes else "")

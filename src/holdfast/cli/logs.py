@@ -13,7 +13,6 @@ import json
 import os
 import queue
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -109,8 +108,7 @@ class Printer:
     def lines(self, source: Source, lines: Sequence[str]) -> None:
         chosen = [line for line in lines if self._pattern is None or self._pattern.search(line)]
         if chosen:
-            console.print_out("".join(f"{self._shown(source, line)}\n" for line in chosen))
-            sys.stdout.flush()
+            console.deliver("".join(f"{self._shown(source, line)}\n" for line in chosen))
 
     def _shown(self, source: Source, line: str) -> str:
         if not self._as_json:

@@ -68,11 +68,9 @@ def main(args: Sequence[str]) -> int:
         module, _, function = where.partition(":")
         return int(getattr(import_module(module), function)(rest))
     if first in ("-h", "--help", "help"):
-        console.print_out(_help())
-        return 0
+        return console.show(PROGRAM, _help)
     if first == "--version":
-        console.print_out(f"{PROGRAM} {holdfast.__version__}\n")
-        return 0
+        return console.show(PROGRAM, lambda: f"{PROGRAM} {holdfast.__version__}\n")
     console.write(f"{_USAGE}\n")
     kind = "option" if first.startswith("-") else "command"
     console.write_error(PROGRAM, f"unknown {kind} {first!r}{_suggestion(first)}")

@@ -129,7 +129,7 @@ def _rehearse(args: RunArguments) -> int:
         rehearsals.close()
     compared = trial.words_of(asked.expected, undisturbed)
     as_json = {"trials": [plain(each) for each in trials], "compared": compared}
-    console.print_out(json.dumps(as_json, indent=2) + "\n" if asked.json else plan.table(trials, compared))
+    console.deliver(json.dumps(as_json, indent=2) + "\n" if asked.json else plan.table(trials, compared))
     return 0 if plan.is_passed(trials) else 1
 
 

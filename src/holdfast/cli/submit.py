@@ -68,8 +68,7 @@ def render(argv: Sequence[str]) -> int:
         name, tokens = _engine_named("render", argv)
         engine = engines.find(name, "render")
         job, settings, _ = read(engine, tokens, Options)
-        console.print_out(engine.render(job, settings))
-        sys.stdout.flush()
+        console.deliver(engine.render(job, settings))
         for line in engine.advice(job, settings):
             log.info("%s", line)
         return 0

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import sys
 import termios
 import time
 import tty
@@ -73,7 +72,7 @@ def show(args: argparse.Namespace) -> str:
     if args.json:
         print_views(runs.open_run(args))
         return ""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not (os.isatty(0) and os.isatty(1)):
         raise UserError("this needs a terminal; `holdfast status` prints the same once, `holdfast top --json` once "
                         "a second")  # fmt: skip
     if os.environ.get("TERM", "") in ("", "dumb"):
@@ -87,8 +86,7 @@ def print_views(run: AskedRun) -> None:
     asked_at, problem = time.monotonic(), ""
     while not console.is_unread():
         if view is not None:
-            console.print_out(json.dumps(view.to_json(words.sentence(view))) + "\n")
-            sys.stdout.flush()
+            console.deliver(json.dumps(view.to_json(words.sentence(view))) + "\n")
         if (view is not None and view.status is not None and view.status.end) or _has_ended(run):
             return
         try:

@@ -395,7 +395,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
                 self.outcome = outcome
                 if not self._last_round:
                     news = f"has ended before this node had a place in it: {outcome.reason}"
-                    logger.warning("run %r %s; this run id cannot be used again", self._run_id, news)
+                    wait_s = self._options.close_linger_s
+                    logger.warning("run %r %s; a new run needs another --rdzv-id, or a wait of %g s", self._run_id,
+                                   news, wait_s)  # fmt: skip
             case model.Sealed(_, place):
                 self._last_round = place.round
                 self._compare_script(place)

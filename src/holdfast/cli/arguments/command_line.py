@@ -52,8 +52,8 @@ def read(tokens: Sequence[str], more: Sequence[Option] = ()) -> RunArguments:
     except HelpWanted as wanted:
         from holdfast.cli.arguments.parser import wanted_text
 
-        console.print_out(wanted_text(wanted))
-        raise SystemExit(0) from None
+        text = wanted_text(wanted)
+        raise SystemExit(console.show(PROGRAM, lambda: text)) from None
     except UsageError as problem:
         raise SystemExit(refuse(PROGRAM, USAGE, problem)) from None
 

@@ -78,8 +78,8 @@ class RunParser(PlainParser):
         try:
             parsed = command_line.parse(sys.argv[1:] if args is None else args, tuple(added), unknown=unknown)
         except HelpWanted as wanted:
-            console.print_out(wanted_text(wanted))
-            self.exit()
+            text = wanted_text(wanted)
+            self.exit(console.show(self.prog, lambda: text))
         except UsageError as problem:
             self.error(str(problem))
         # argparse makes the values of the added options, and knows of `set_defaults`.

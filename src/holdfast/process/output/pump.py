@@ -38,7 +38,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TextIO
 
 from holdfast import stdio
-from holdfast.errors import HostError, InternalError
+from holdfast.errors import HostError, InternalError, remedy
 from holdfast.frozen import dataclass, field
 from holdfast.loop import Wakeup
 from holdfast.process.output.lines import Copied, HeldLine, LineFilter, LinePrefixer, Tail
@@ -182,7 +182,8 @@ class Pump:
             try:
                 thread.start()
             except RuntimeError as error:
-                raise HostError(f"cannot start a thread for the workers' output: {error}") from error
+                why = f"cannot start a thread for the workers' output{remedy(errno.EAGAIN)}"
+                raise HostError(why) from error
             self.thread = thread
 
     def drain(self, timeout_s: float) -> bool:

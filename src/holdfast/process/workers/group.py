@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from holdfast import signals
-from holdfast.errors import HostError
+from holdfast.errors import HostError, remedy
 from holdfast.failures import oom
 from holdfast.failures.records import Failure
 from holdfast.frozen import changed, frozen
@@ -62,6 +62,14 @@ def is_curable(error: Exception) -> bool:
     """Whether a group that could not be started because of this error may start next time: the spawner died, or the
     host lacked something for a moment."""
     return isinstance(error, SpawnerLostError) or (isinstance(error, OSError) and error.errno not in _LASTING_ERRORS)
+
+
+def why_refused(error: Exception) -> str:
+    """Why a group could not be started, for the report."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    about = f": {error.filename!r}" if error.filename else ""
+    return f"{error.strerror}{about}{remedy(error.errno)}"
 
 
 @frozen
@@ -456,8 +464,7 @@ class PContext(abc.ABC):
                     slot.is_excused = slot.is_hooked and not slot.has_raised()
                     if not slot.is_hooked:
                         slot.send(number)
-                    if slot.blamed.hang:  # It may be stopped, and would not hear of it.
-                        slot.send(signal.SIGCONT)
+                    slot.continue_if_stopped()
 
     def poll_stop(self) -> bool:
         """Whether nothing is left but `survivors`, which cannot be killed; then everything is released."""

@@ -158,6 +158,11 @@ class Slot:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, number)
 
+    def continue_if_stopped(self) -> None:
+        """SIGSTOP has stopped it, say: it would not hear of another signal, and would be killed after the grace."""
+        if self.pid is not None and procfs.state(self.pid) == "T":
+            self.send(signal.SIGCONT)
+
     def has_agreed(self, code: int | None) -> bool:
         """Whether it has ended with that code, which is no failure."""
         return self.exitcode is not None and self.exitcode == code and not self.blamed.note

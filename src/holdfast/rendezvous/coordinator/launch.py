@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from holdfast.errors import HostError
+from holdfast.errors import HostError, remedy
 from holdfast.log import Logger
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.settings import NodeSettings, TlsFiles
@@ -98,8 +98,11 @@ def detached(module: str) -> list[str]:
     before the standard library: that may be one of many packages."""
     root = os.path.abspath(os.path.join(__file__, "../../../.."))
     code = (
-        f"import os, sys, __future__; os._exit(0) if os.fork() else None; sys.path.insert(0, {root!r}); "
-        f"import holdfast; del sys.path[0]; from {module} import main; sys.exit(main(sys.argv[1:]))"
+        "import os, sys, __future__\n"
+        "try: os.fork() and os._exit(0)\n"
+        "except OSError as error: sys.exit(error.strerror)\n"
+        f"sys.path.insert(0, {root!r}); import holdfast; del sys.path[0]; from {module} import main\n"
+        "sys.exit(main(sys.argv[1:]))"
     )
     # Without -P a file in the working directory could take the place of a module that it needs.
     return [sys.executable, "-P", "-c", code]
@@ -121,7 +124,7 @@ def start_coordinator(
     try:
         first = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, pass_fds=(fd, kept), start_new_session=True)
     except OSError as error:
-        raise HostError(f"the coordinator cannot be started: {error.strerror}") from None
+        raise HostError(f"the coordinator cannot be started: {error.strerror}{remedy(error.errno)}") from None
     finally:
         for each in (fd, kept):
             os.close(each)

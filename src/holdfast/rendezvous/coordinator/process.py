@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -22,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast import escape, log_lines, signals
-from holdfast.errors import HoldfastError
+from holdfast.errors import NO_THREAD, HoldfastError, remedy
 from holdfast.rendezvous import endpoints, settings
 from holdfast.rendezvous.coordinator import launch, monitoring, state_file, watchdog
 from holdfast.rendezvous.coordinator.launch import Orders
@@ -44,6 +45,10 @@ def main(argv: list[str]) -> int:
         problem = str(error)
     except OSError as error:
         problem = f"cannot serve: {error.strerror or error}"
+    except RuntimeError as error:
+        if str(error) != NO_THREAD:
+            raise
+        problem = f"cannot start a thread{remedy(errno.EAGAIN)}"
     print(escape.one_line(problem), file=sys.stderr)
     return 1
 

@@ -180,15 +180,16 @@ def default_directory(*, warns: bool = False) -> Path:
     written or to stop it from being written; then it is in the home directory."""
     runtime, name = os.environ.get("XDG_RUNTIME_DIR"), f"holdfast-{os.getuid()}"
     base = runtime if runtime and os.access(runtime, os.W_OK) else tempfile.gettempdir()
-    usual, other = Path(base) / name, Path.home() / ".cache" / name
+    usual = Path(base) / name
     try:
         make_private(usual)
         return usual
     except OSError as error:
         problem = error.strerror or str(error)
     try:
+        other = Path.home() / ".cache" / name
         make_private(other)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: no HOME, and a user that /etc/passwd does not know.
         other = usual
     if warns:
         logger.warning("%s cannot be used (%s); the coordinator's state and log are in %s", usual, problem, other)
