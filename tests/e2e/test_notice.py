@@ -112,6 +112,47 @@ def test_workers_that_go_on_are_stopped_in_time(job: Callable[..., Running], mai
     assert "(SIGUSR1), stopping the workers (up to 0.5 s)" in ended.err
 
 
+@promise("notice.stands-in-grace: A notice stands until the workers are gone, also for those that are being stopped.")
+@pytest.mark.parametrize("number", [signal.SIGTERM, None])
+def test_the_notice_stands_while_the_workers_are_being_stopped(
+    holdfast: Holdfast, mailbox: Mailbox, number: signal.Signals | None
+) -> None:
+    """They are stopped by a signal, or because the node goes away now."""
+    holdfast.script(
+        """
+        import signal, sys, time
+        import holdfast
+
+        def say(text):
+            with open(sys.argv[1], "w") as box:
+                box.write(f"{text}\\n")
+
+        def end(*_):
+            for _ in range(30):
+                time.sleep(0.01)
+                known = holdfast.notice()
+            say(f"stopped, knows {known and known.reason}")
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, end)
+        say("runs")
+        while holdfast.notice() is None:
+            time.sleep(0.01)
+        say("hears")
+        time.sleep(600)
+        """
+    )
+    running = holdfast.start(f"--notice-time={600 if number else 6}", "--grace-period=60", "job.py", str(mailbox))
+    assert mailbox.take(1) == ["runs"]
+    running.send(signal.SIGUSR1)
+    assert mailbox.take(1) == ["hears"]
+    if number is not None:
+        running.send(number)
+    assert mailbox.take(1) == ["stopped, knows SIGUSR1"]
+    running.wait()
+    assert list(holdfast.temporary.iterdir()) == []
+
+
 @promise("""notice.while-stopping: A notice, or a signal to pass on, that comes while the workers are being stopped
     changes nothing: they keep their grace, and the exit code is that of the stop.""")
 def test_signals_that_come_while_the_workers_are_being_stopped(holdfast: Holdfast) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -71,6 +72,22 @@ def test_a_signal_reaches_the_workers_and_tells_its_number(
     ]
     assert "Traceback" not in ended.err
     assert list(holdfast.temporary.iterdir()) == []
+
+
+@proves("status.nothing-left-end-next")
+def test_the_next_command_removes_what_a_killed_agent_left(holdfast: Holdfast, mailbox: Mailbox) -> None:
+    with TemporaryDirectory(prefix="hf-", dir="/tmp") as runtime:  # Not where other agents of this host clean up.
+        env = {"XDG_RUNTIME_DIR": runtime}
+        running = holdfast.start(holdfast.script(WORKER), str(mailbox), OBEDIENT, env=env)
+        assert mailbox.take(1) == ["ready"]
+        [socket] = Path(runtime).glob("holdfast/*.sock")
+        running.send(signal.SIGKILL)
+        running.process.wait()
+        [left] = holdfast.temporary.glob("torchelastic_*")
+        os.utime(socket, (0, 0))
+        holdfast.run(command=(COMMAND, "status"), env=env)
+        assert not left.exists()
+        assert [*Path(runtime).glob("holdfast/*")] == []
 
 
 def state_of(pid: int) -> str:

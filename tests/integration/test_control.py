@@ -438,7 +438,8 @@ sys.stdin.read()
 AGENT = """
 import os, sys
 from holdfast.agent import control
-made = control.ControlSocket("gone", {"status": lambda request: {"pid": os.getpid(), "run_id": "gone"}})
+commands = {"status": lambda request: {"pid": os.getpid(), "run_id": "gone"}}
+made = control.ControlSocket("gone", commands, temporary_logs="".join(sys.argv[1:]))
 print(made.path, flush=True)
 sys.stdin.read()
 """
@@ -446,9 +447,15 @@ sys.stdin.read()
 
 @proves("status.nothing-left-end-next")
 @pytest.mark.parametrize("remover", ["a command", "an agent"])
-def test_a_killed_agent_leaves_a_socket_that_is_removed(serve: Callable[..., ControlSocket], remover: str) -> None:
+def test_a_killed_agent_leaves_a_socket_that_is_removed(
+    serve: Callable[..., ControlSocket], remover: str, tmp_path: Path, home: Path
+) -> None:
+    logs = tmp_path / "torchelastic_0123abcd"
+    (logs / "job7_89abcdef" / "attempt_0").mkdir(parents=True)
     os.utime(serve("old").path, (0, 0))
-    process = subprocess.Popen([sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT, str(logs)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     path = process.stdout.readline().strip()
     assert process.pid in [agent.pid for agent in ask.find()[0]]
@@ -456,12 +463,15 @@ def test_a_killed_agent_leaves_a_socket_that_is_removed(serve: Callable[..., Con
     process.communicate()
     assert process.pid not in [agent.pid for agent in ask.find()[0]]
     assert os.path.exists(path), "it may be one that is not listened on yet"
+    assert logs.exists()
     os.utime(path, (0, 0))
     if remover == "a command":
         ask.find()
     else:
         serve("new")
     support.wait_until(lambda: not os.path.exists(path), "it is removed")
+    assert not logs.exists()
+    assert [each.name for each in (home / "holdfast").iterdir() if each.suffix != ".sock"] == []
     assert "old" in found_here()
 
 
@@ -489,10 +499,12 @@ def test_a_forked_process_does_not_keep_the_socket(serve: Callable[..., ControlS
 
 
 @promise("""status.nothing-left-end-next: Nothing is left at the end. The next agent, or command that looks for agents,
-    removes the socket of a killed agent. No forked process keeps the socket.""")
+    removes the socket of a killed agent, and its temporary log directory if that holds no file. No forked process keeps
+    the socket.""")
 def test_nothing_is_left_at_the_end(home: Path, no_descriptor_leak: None) -> None:
-    with control.served("job7", {}):
-        [path] = (home / "holdfast").iterdir()
+    with control.served("job7", {}, temporary_logs=str(home / "torchelastic_0123abcd")):
+        path, link = sorted((home / "holdfast").iterdir())
+        assert link.is_symlink()
         assert "error" in asked(str(path), {"command": "status"})
     assert list(home.iterdir()) == []
     assert "holdfast-control" not in [thread.name for thread in threading.enumerate()]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from holdfast import procfs
 from holdfast.process import DefaultLogsSpecs, start_processes
 from holdfast.process.spawner import client
 from holdfast.process.spawner.client import SpawnerLink
@@ -626,6 +627,27 @@ def test_an_unkillable_process_when_nobody_failed(launch: Any, freezer: Path, tm
     assert outcome["how"] == "HostError"
     assert f"processes that cannot be killed are left on this node: {pid}" in outcome["text"]
     assert "lost" not in outcome["stderr"], "nobody waits for what it might yet write"
+
+
+@proves("ownership.process-killed-named-fails")
+def test_an_unkillable_process_whose_spawner_does_not_answer(
+    mailbox: support.Mailbox, freezer: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a busy machine the spawner may be late. The agent looks for what is left itself."""
+    monkeypatch.setattr(ladder, "ANSWER_PATIENCE_S", 0.2)
+    monkeypatch.setattr(client, "_STANDSTILL_S", 600.0)
+    monkeypatch.setattr(procfs, "KILL_PATIENCE_S", 3.0)
+    args = {rank: (WORKER, str(mailbox)) for rank in range(2)}
+    context = start_processes("t", sys.executable, args, {0: {}, 1: {}}, DefaultLogsSpecs("/dev/null"))
+    mailbox.take(2)
+    frozen, other = context.pids()[0], context.pids()[1]
+    freeze(freezer, frozen)
+    support.halt(support.spawner_of(other))
+    context.close(timeout=0)
+    assert context.survivors == ((frozen, "D"),)
+    assert context.stopped() == {0: f"SIGKILL, but process {frozen} cannot be killed"}
+    assert f"process {frozen} (state D) of t cannot be killed" in caplog.messages
+    assert not support.alive(other)
 
 
 @promise("""ownership.set-limit-worker-stays: If you set a limit, a worker that stays in uninterruptible sleep for

@@ -19,6 +19,7 @@ from holdfast.process.output.logs import (
     Std,
     get_std_cm,
     logs_dir,
+    remove_left,
     to_map,
 )
 from tests import support
@@ -330,6 +331,28 @@ class TestTemporaryDirectory:
         Path(specs.reify(envs_for(1)).error_files[0]).write_text("{}")
         specs.remove_if_unused(keep_errors=False)
         assert list(temp_dir.iterdir()) == []
+
+    @proves("output.temporary-log-directory-files")
+    def test_of_an_agent_that_was_killed(self, temp_dir: Path) -> None:
+        unused, used = (DefaultLogsSpecs() for _ in range(2))
+        unused.reify(envs_for(2))
+        kept = Path(used.reify(envs_for(2)).error_files[1])
+        kept.write_text("{}")
+        for specs in (unused, used):
+            remove_left(specs.temporary_dir)
+        assert [path for path in temp_dir.rglob("*") if not any(path.iterdir() if path.is_dir() else ())] == [kept]
+
+    @proves("output.temporary-log-directory-files")
+    def test_what_is_no_temporary_directory_of_ours_is_left_alone(self, tmp_path: Path) -> None:
+        name = "torchelastic_0123abcd"
+        others = [tmp_path / "logs", tmp_path / f"{name}x", tmp_path / "below" / name / "run"]
+        for each in others:
+            each.mkdir(parents=True)
+        (tmp_path / name).symlink_to(others[0])
+        for each in (*others, tmp_path / name, tmp_path / "torchelastic_89abcdef"):
+            remove_left(str(each))
+        assert all(each.is_dir() for each in others)
+        assert DefaultLogsSpecs(str(tmp_path)).temporary_dir == ""
 
 
 class TestIdentity:

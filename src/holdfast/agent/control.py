@@ -15,7 +15,8 @@ have a thread each, and there are a few at most. A client that asks for the `end
 is over, and needs no thread meanwhile; if too many ask, the oldest is dropped for the newest.
 
 An agent that was killed leaves its socket behind. A connection to such a socket is refused. The next agent of the user
-removes it, and so does a command that looks for agents (`observe.ask`).
+removes it, and so does a command that looks for agents (`observe.ask`). A link beside the socket names the temporary
+log dir of the agent, which then is removed, too, but for files in it.
 """
 
 from __future__ import annotations
@@ -56,10 +57,12 @@ _PATH = r"/holdfast(?:-agents-\d+)?(?:-[0-9a-f]{8})?/([^/]*)\.(\d+)\.[0-9a-f]{8}
 
 
 @contextlib.contextmanager
-def served(run_id: str, commands: Mapping[str, Command], slow: Collection[str] = ()) -> Iterator[ControlSocket | None]:
+def served(
+    run_id: str, commands: Mapping[str, Command], slow: Collection[str] = (), temporary_logs: str = ""
+) -> Iterator[ControlSocket | None]:
     """Within this block the commands are served, if there is a place for the socket."""
     try:
-        control = ControlSocket(run_id, commands, slow)
+        control = ControlSocket(run_id, commands, slow, temporary_logs)
     except (OSError, RuntimeError) as error:
         logger.warning("no control socket, so `holdfast status` and others will not find this agent: %s", error)
         yield None
@@ -71,7 +74,9 @@ def served(run_id: str, commands: Mapping[str, Command], slow: Collection[str] =
 class ControlSocket:
     """Serves from its construction to `close`."""
 
-    def __init__(self, run_id: str, commands: Mapping[str, Command], slow: Collection[str] = ()) -> None:
+    def __init__(
+        self, run_id: str, commands: Mapping[str, Command], slow: Collection[str] = (), temporary_logs: str = ""
+    ) -> None:
         self._commands, self._slow = commands, slow
         self._slow_places = threading.Semaphore(_SLOW_AT_ONCE)
         self._owner = os.getpid()
@@ -84,6 +89,9 @@ class ControlSocket:
         try:
             self.path = _bind(self._listener, run_id)
             os.chmod(self.path, 0o600)
+            if temporary_logs:
+                with contextlib.suppress(OSError):
+                    os.symlink(temporary_logs, _logs_link(self.path))
             self._listener.listen(_BACKLOG)
             self._thread = threading.Thread(target=self._serve, name="holdfast-control", daemon=True)
             self._thread.start()
@@ -125,6 +133,8 @@ class ControlSocket:
         return clients
 
     def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(_logs_link(self.path))
         with contextlib.suppress(OSError):
             os.unlink(self.path)
             os.rmdir(os.path.dirname(self.path))
@@ -306,7 +316,21 @@ def remove_stale(path: str) -> None:
         found = os.lstat(path)
         is_old = time.time() - found.st_mtime > _STALE_AFTER_S
         if is_old and stat.S_ISSOCK(found.st_mode) and _is_private(os.path.dirname(path)):
+            _remove_logs_of_the_dead(_logs_link(path))
             os.unlink(path)
+
+
+def _remove_logs_of_the_dead(link: str) -> None:
+    from holdfast.process.output import logs
+
+    with contextlib.suppress(OSError):
+        logs.remove_left(os.readlink(link))
+        os.unlink(link)
+
+
+def _logs_link(path: str) -> str:
+    """Beside a socket: a link to the temporary log dir of its agent, if that has one."""
+    return f"{path}.logs"
 
 
 # Where sockets are.

@@ -64,6 +64,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._group = group or _group_spec(spec, logs_specs, start_method, log_line_prefix_template)
         place = (self._worker_group, shutdown_timeout, stuck_timeout_s(uninterruptible_state_timeout))
         self._processes = LocalWorkers(self._group, *place, self._records.record)
+        self._processes.temporary_logs = getattr(self._group.logs_specs, "temporary_dir", "")  # Plug-ins may have none.
 
     def _make_workers(self) -> tuple[Workers, Workers]:
         hooks = {name: getattr(self, name) for name in HOOKS}

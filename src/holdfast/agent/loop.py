@@ -113,6 +113,7 @@ class AgentLoop:
                 if not is_shut_down:
                     self._shut_down()
             finally:
+                self._notice.close()
                 for sink in self._told:
                     sink.end(end)
 

@@ -119,11 +119,8 @@ class NodeNotice:
             from holdfast.agent.notice_file import NoticeFile
 
             watch = NoticeFile(settings.file, settings.time_s, self._run.request_notice)
-        try:
-            with watch:
-                yield
-        finally:
-            self._remove_file()
+        with watch:
+            yield
 
     def take_signals(self) -> None:
         box = signals.inbox()
@@ -195,6 +192,10 @@ class NodeNotice:
         going = plan.going
         known = (round(left_s, 3), None if own_left_s is None else round(own_left_s, 3))
         return NoticeStatus(*known, going.is_whole_run, going.nodes, going.node_count, going.reason)
+
+    def close(self) -> None:
+        """The workers are gone. Until then the notice stands, also for those that are in their grace."""
+        self._remove_file()
 
     def _write_file(self) -> None:
         going, (left_s, _) = self.plan.going, self.plan.left_s(time.monotonic())

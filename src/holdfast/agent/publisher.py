@@ -113,7 +113,8 @@ class Publisher(Sink):
         """Within this block, a run of the agent, others can ask."""
         acting = {"stop": self._request_stop, "notice": self._give_notice, "export": self._export, "query": self._query}
         commands = {**self.readable, **acting}
-        serve = control.served(self.status.run_id, commands, slow=("query", "stacks", "export"))
+        slow, logs = ("query", "stacks", "export"), self._workers.temporary_logs
+        serve = control.served(self.status.run_id, commands, slow, logs)
         with self._traced() as self._tracing, self._health_served(health_check_server), serve as served:
             self.control_path = served.path if served is not None else ""
             try:

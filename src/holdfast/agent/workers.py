@@ -27,7 +27,8 @@ class Workers:
     """The interface; as it stands, a group without workers. Of processes of this host more is known than of others:
     `context` is the last life of the group, `progress` what they have told of it, sampled last at `sampled_at`,
     `copied` how much they have written, `snapshots` what they have saved. `serves_store`: the workers of rank 0 come
-    with torch's store. Workers that are started find notices at `notice_path`, and may end with `agreed_code`."""
+    with torch's store. Workers that are started find notices at `notice_path`, and may end with `agreed_code`.
+    `temporary_logs` is the directory for their error files, if the user has given none."""
 
     context: PContext | None = None
     progress: GroupProgress | None = None
@@ -35,7 +36,7 @@ class Workers:
     serves_store = False
     copied: Mapping[str, Copied] = {}
     snapshots: NodeSnapshots | None = None
-    notice_path = ""
+    notice_path = temporary_logs = ""
     agreed_code: int | None = None
 
     def prepare(self, run: Coordination) -> None:

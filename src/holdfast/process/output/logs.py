@@ -13,7 +13,8 @@
                 error.json             written by a failing worker
 
 Without a log dir the tree is made under the system's temporary directory, because error files need a place.
-`remove_if_unused` removes such a tree if nothing was written to it, or only errors of a run that did not fail.
+`remove_if_unused` removes such a tree if nothing was written to it, or only errors of a run that did not fail. Of an
+agent that was killed, `remove_left` does (see `agent.control`).
 
 This module names files and makes directories, and opens the files that workers have left. `streams` opens the files
 for writing, and `pump` copies bytes.
@@ -184,6 +185,11 @@ class DefaultLogsSpecs(LogsSpecs):
         return self._root_log_dir
 
     @property
+    def temporary_dir(self) -> str:
+        """Empty if the user has given a log dir."""
+        return self._root if self._is_temporary else ""
+
+    @property
     def run_dir(self) -> str | None:
         """The directory of this run within the user's log dir; None if there is none."""
         return None if self._is_temporary else self._run_dir
@@ -214,13 +220,8 @@ class DefaultLogsSpecs(LogsSpecs):
     def remove_if_unused(self, *, keep_errors: bool = True) -> None:
         """Remove those directories of a temporary log dir that hold no file; leave a user's log dir alone. The errors
         that led to restarts are of no use once the run has succeeded."""
-        if not self._is_temporary:
-            return
-        for directory, _, names in os.walk(self._root, topdown=False):
-            with suppress(OSError):  # It holds a file, or another program has removed it.
-                if _ERROR_FILE in names and not keep_errors:
-                    os.unlink(os.path.join(directory, _ERROR_FILE))
-                os.rmdir(directory)
+        if self._is_temporary:
+            _remove_unused(self._root, keep_errors=keep_errors)
 
     def _lay_out(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         run_id = envs.get(0, {}).get(RUN_ID_ENV, _FALLBACK_RUN_ID)
@@ -285,6 +286,24 @@ class DefaultLogsSpecs(LogsSpecs):
 
     def _identity(self) -> tuple[object, object, object, object]:
         return self._root_log_dir, self._redirects, self._tee, self._local_ranks_filter
+
+
+def remove_left(directory: str) -> None:
+    """The temporary log dir of an agent that was killed: remove the directories in it that hold no file. Anything but
+    such a directory of this user is left alone."""
+    with suppress(OSError):
+        found = os.lstat(directory)
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if is_ours and re.fullmatch(_TEMP_PREFIX + "[0-9a-f]{8}", os.path.basename(directory)):
+            _remove_unused(directory)
+
+
+def _remove_unused(root: str, *, keep_errors: bool = True) -> None:
+    for directory, _, names in os.walk(root, topdown=False):
+        with suppress(OSError):  # It holds a file, or another program has removed it.
+            if _ERROR_FILE in names and not keep_errors:
+                os.unlink(os.path.join(directory, _ERROR_FILE))
+            os.rmdir(directory)
 
 
 def logs_dir(dest: LogsDest) -> str:

@@ -258,8 +258,9 @@ class SpawnerLink(snapshot_link.SnapshotLink):
         self._channel.send(("kill",))
 
     def reports(self) -> list[Message]:
-        """What the spawner has said since the last call (see `server`), and `lost(how)` if it is gone and every worker
-        with it. Never waits. `started` has the pidfd as one more value; it is None if the kernel has none."""
+        """What the spawner has said since the last call (see `server`), and `lost(how, survivors)` if it is gone and
+        every worker with it but these. Never waits for the spawner. `started` has the pidfd as one more value; it is
+        None if the kernel has none."""
         if self._is_gone.is_set():
             return []
         self._channel.flush()
@@ -283,7 +284,7 @@ class SpawnerLink(snapshot_link.SnapshotLink):
                     self._has_survivors = bool(survivors)
             reports.append(report)
         if not self._channel.is_open:
-            reports.append(("lost", self._lose()))
+            reports.append(("lost", *self._lose()))
         return reports
 
     def wait(self, timeout_s: float | None, *, new_signals_only: bool = False) -> None:
@@ -296,20 +297,21 @@ class SpawnerLink(snapshot_link.SnapshotLink):
         """The descriptor, if it must be watched for writing as well: the spawner has not taken every order yet."""
         return [self._channel.fileno()] if self._channel.has_unsent else []
 
-    def _lose(self) -> str:
-        """The spawner died. Its workers were killed by the kernel; find and kill what they had started."""
+    def _lose(self) -> tuple[str, list[tuple[int, str]]]:
+        """The spawner died. Its workers were killed by the kernel; find and kill what they had started. Returns how it
+        died, and the processes that cannot be killed, with their states."""
         self._is_gone.set()
         self._is_warming = self._is_learning = False
         self.forget_snapshots()
         self._channel.close()
         how = _describe_end(_reap(self._pid, _GOODBYE_PATIENCE_S))
         deadline = time.monotonic() + (0.0 if self._has_survivors else procfs.KILL_PATIENCE_S)
-        while found := procfs.sweep_marked(self._token.encode() + b".", frozenset(self._sessions)):
+        while left := procfs.sweep_marked(self._token.encode() + b".", frozenset(self._sessions)):
             if time.monotonic() > deadline:
                 break
-            for pid in found:
+            for pid in left:
                 _wait_until_gone(pid, deadline)
-        return how
+        return how, [(pid, procfs.state(pid) or "gone") for pid in left]
 
     def keep(self, keep_s: float | None, modules: tuple[str, ...]) -> str:
         """Let the spawner stay for the next run, instead of `close`; if None, for as long as it was kept before.
@@ -349,11 +351,12 @@ class SpawnerLink(snapshot_link.SnapshotLink):
         else:
             self.kill_spawner()
 
-    def kill_spawner(self) -> None:
-        """For a spawner that does not answer: end it, and what it owned with it."""
-        if not self._is_gone.is_set():
-            procfs.kill(self._pid)
-            self._lose()
+    def kill_spawner(self) -> list[tuple[int, str]]:
+        """For a spawner that does not answer: end it, and what it owned with it. Returns what cannot be killed."""
+        if self._is_gone.is_set():
+            return []
+        procfs.kill(self._pid)
+        return self._lose()[1]
 
 
 def _keep_going(pid: int, is_gone: threading.Event) -> None:

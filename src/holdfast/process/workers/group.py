@@ -361,14 +361,15 @@ class PContext(abc.ABC):
                 case ("swept", survivors):
                     self._is_swept = True
                     self.survivors = tuple(survivors)
-                case ("lost", how):
-                    self._lose_everything(how)
+                case ("lost", how, survivors):
+                    self._lose_everything(how, survivors)
 
-    def _lose_everything(self, how: str) -> None:
+    def _lose_everything(self, how: str, survivors: Sequence[tuple[int, str]]) -> None:
         self._is_swept = True
-        self._lost_how = how
+        self._lost_how, self.survivors = how, tuple(survivors)
+        left = {pid for pid, _ in survivors} if self._ladder is not None else set()
         for slot in self._slots.values():
-            if slot.exitcode is None:
+            if slot.exitcode is None and slot.pid not in left:
                 slot.blame(note=f"the spawner that owned it {how}")
                 slot.end(-signal.SIGKILL, None, self._ladder)
 
@@ -483,8 +484,7 @@ class PContext(abc.ABC):
                 self._spawner.kill_all()
             case Action.KILL_SPAWNER:
                 logger.error("the spawner of %s does not answer and is killed with everything below it", self.name)
-                self._spawner.kill_spawner()
-                self._lose_everything("did not answer and was killed")
+                self._lose_everything("did not answer and was killed", self._spawner.kill_spawner())
         if self._ladder.deadline is None:
             self._release()
         return self._is_closed
