@@ -14,6 +14,8 @@ from functools import cache
 PREFIX = "holdfast:"  # Of every line that holdfast writes.
 LINE_LIMIT_CHARS = 4000
 REASON_LIMIT_CHARS = 300
+_DIM, _YELLOW, _RED, _PLAIN = "\033[2m", "\033[33m", "\033[31m", "\033[0m"
+_WARNING, _ERROR = 30, 40  # As in `logging`.
 _CUT = " ..."
 _CUT_MIDDLE = "\n... (cut) ...\n"
 
@@ -68,6 +70,16 @@ def cut_middle(text: str, limit: int) -> str:
     """Not longer than that. Keep the beginning, which says where it happened, and the end, which says what."""
     kept = limit - len(_CUT_MIDDLE)
     return text if len(text) <= limit else f"{text[: kept // 4]}{_CUT_MIDDLE}{text[len(text) - kept * 3 // 4 :]}"
+
+
+def with_prefix(text: str, level: int, *, is_coloured: bool, detail: str = "") -> str:
+    """Put the prefix, and the detail after it, in front of every line. The level is one of `logging`."""
+    lead, start, end = PREFIX + detail, "", ""
+    if is_coloured:
+        lead = f"{_DIM}{lead}{_PLAIN}"
+        start = _RED if level >= _ERROR else _YELLOW if level >= _WARNING else ""
+        end = _PLAIN if start else ""
+    return "\n".join(f"{lead} {start}{line}{end}" if line else lead for line in text.split("\n"))
 
 
 HAS_LINES = {"has_lines": True}  # For `extra=` of a record that has lines of its own.

@@ -23,17 +23,20 @@ _NONE: Any = object()  # No default.
 class _Field:
     __slots__ = ("default", "default_factory", "init")
 
-    def __init__(self, default: Any = _NONE, default_factory: Any = _NONE, init: bool = True) -> None:
+    def __init__(self, default: Any, default_factory: Any, init: bool) -> None:
         self.default, self.default_factory, self.init = default, default_factory, init
-
-    def value(self) -> Any:
-        """The default, or `_NONE`."""
-        return self.default if self.default_factory is _NONE else self.default_factory()
 
 
 def field(*, default: Any = _NONE, default_factory: Callable[[], Any] = _NONE, init: bool = True) -> Any:
     """A field whose default is made anew for each object, or that is no argument of the class (`init=False`)."""
     return _Field(default, default_factory, init)
+
+
+def _default_of(given: Any) -> Any:
+    """The default that the class gives a field, or `_NONE`."""
+    if type(given) is not _Field:
+        return given
+    return given.default if given.default_factory is _NONE else given.default_factory()
 
 
 def fields_of(record: Any) -> dict[str, Any]:
@@ -59,20 +62,23 @@ def dataclass(
     """A class decorator. The fields are those of the class itself; its bases must have none."""
 
     def decorate(cls: type[Any]) -> type[Any]:
-        fields = _fields_in(cls)
-        added = _methods(cls.__name__, fields, frozen=frozen, eq=eq)
-        added = {name: value for name, value in added.items() if name not in vars(cls)}
-        added["__match_args__"] = tuple(name for name, each in fields.items() if each.init)
-        for name in ("__dataclass_fields__", "__dataclass_params__", "__signature__"):
-            added[name] = _OnDemand(name, fields, frozen)
+        fields, own = _fields_in(cls), vars(cls)
+        methods = _FROZEN if frozen else _CHANGEABLE
+        if eq:
+            methods = {**methods, "__eq__": _equals, "__hash__": _digest if frozen else None}
+        added = {name: value for name, value in methods.items() if name not in own}
+        added["__record_fields__"] = fields
+        added["__match_args__"] = tuple(
+            [name for name, given in fields.items() if type(given) is not _Field or given.init]
+        )
         if slots:
             slot_names = (*fields, "__weakref__") if weakref_slot else tuple(fields)
             return _with_slots(cls, {**added, "__slots__": slot_names}, fields)
-        for name, each in fields.items():  # A default is an attribute of the class.
-            if each.default is not _NONE:
-                added[name] = each.default
-            elif name in vars(cls):
+        for name, given in fields.items():  # A default is an attribute of the class.
+            if type(given) is _Field:
                 delattr(cls, name)
+                if given.default is not _NONE:
+                    added[name] = given.default
         for name, value in added.items():
             setattr(cls, name, value)
         return cls
@@ -85,78 +91,81 @@ def frozen(cls: type[T]) -> type[T]:
     return cast(type[T], dataclass(frozen=True, slots=True)(cls))
 
 
-def _fields_in(cls: type[Any]) -> dict[str, _Field]:
-    hints = vars(cls).get("__annotations__", {})
-    given = {name: vars(cls).get(name, _NONE) for name, hint in hints.items() if not str(hint).startswith("ClassVar")}
-    return {name: value if isinstance(value, _Field) else _Field(value) for name, value in given.items()}
+def _fields_in(cls: type[Any]) -> dict[str, Any]:
+    """By name: the default, a `_Field`, or `_NONE`."""
+    own = vars(cls)
+    hints = own.get("__annotations__", {})
+    return {name: own.get(name, _NONE) for name, hint in hints.items() if not str(hint).startswith("ClassVar")}
 
 
-def _with_slots(cls: type[Any], added: dict[str, Any], fields: dict[str, _Field]) -> type[Any]:
+def _with_slots(cls: type[Any], added: dict[str, Any], fields: dict[str, Any]) -> type[Any]:
     """Slots can only be given to a new class."""
-    kept = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__", *fields)}
+    namespace = dict(vars(cls))
+    for name in ("__dict__", "__weakref__", *fields):
+        namespace.pop(name, None)
     metaclass: Any = type(cls)
-    return cast(type[Any], metaclass(cls.__name__, cls.__bases__, {**kept, **added, "__qualname__": cls.__qualname__}))
+    namespace.update(added, __qualname__=cls.__qualname__)
+    return cast(type[Any], metaclass(cls.__name__, cls.__bases__, namespace))
 
 
-def _methods(kind: str, fields: dict[str, _Field], *, frozen: bool, eq: bool) -> dict[str, Any]:
-    """What all data classes share. `kind` is the name of the class."""
-    names = tuple(fields)
-    arguments = tuple(name for name in names if fields[name].init)
-    others = tuple(name for name in names if not fields[name].init)
-    put = object.__setattr__ if frozen else setattr
+# --- the methods of all data classes ------------------------------------------------------------------------------
 
-    def init(self: Any, /, *values: Any, **named: Any) -> None:
-        if len(values) > len(arguments):
-            raise TypeError(f"{kind} takes {len(arguments)} values, not {len(values)}")
-        for name, value in zip(arguments, values, strict=False):
-            put(self, name, value)
-        for name in arguments[len(values) :]:
-            value = named.pop(name) if name in named else fields[name].value()
-            if value is _NONE:
-                raise TypeError(f"{kind} needs a value for {name}")
-            put(self, name, value)
-        if named:
-            raise TypeError(f"{kind} has no field {next(iter(named))!r}, or was given it twice")
-        for name in others:
-            if (value := fields[name].value()) is not _NONE:
+
+def _init(self: Any, /, *values: Any, **named: Any) -> None:
+    kind, put = type(self), object.__setattr__
+    fields, arguments = kind.__record_fields__, kind.__match_args__
+    if len(values) > len(arguments):
+        raise TypeError(f"{kind.__name__} takes {len(arguments)} values, not {len(values)}")
+    for name, value in zip(arguments, values, strict=False):
+        put(self, name, value)
+    for name in arguments[len(values) :]:
+        value = named.pop(name) if name in named else _default_of(fields[name])
+        if value is _NONE:
+            raise TypeError(f"{kind.__name__} needs a value for {name}")
+        put(self, name, value)
+    if named:
+        raise TypeError(f"{kind.__name__} has no field {next(iter(named))!r}, or was given it twice")
+    if len(fields) > len(arguments):
+        for name in fields:
+            if name not in arguments and (value := _default_of(fields[name])) is not _NONE:
                 put(self, name, value)
-        if hasattr(self, "__post_init__"):
-            self.__post_init__()
+    if hasattr(self, "__post_init__"):
+        self.__post_init__()
 
-    def values_of(self: Any) -> tuple[Any, ...]:
-        return tuple([getattr(self, name) for name in names])
 
-    def show(self: Any) -> str:
-        return f"{type(self).__qualname__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+def _values_of(self: Any) -> tuple[Any, ...]:
+    return tuple([getattr(self, name) for name in self.__record_fields__])
 
-    def equals(self: Any, other: object) -> bool:
-        return values_of(self) == values_of(other) if type(self) is type(other) else NotImplemented
 
-    def digest(self: Any) -> int:
-        return hash((type(self), values_of(self)))
+def _show(self: Any) -> str:
+    values = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__record_fields__)
+    return f"{type(self).__qualname__}({values})"
 
-    def refuse(self: Any, name: str, *value: Any) -> None:
-        from dataclasses import FrozenInstanceError
 
-        raise FrozenInstanceError(f"{kind} is a record and cannot be changed ({name})")
+def _equals(self: Any, other: object) -> bool:
+    return _values_of(self) == _values_of(other) if type(self) is type(other) else NotImplemented
 
-    def reduce(self: Any) -> tuple[Any, ...]:
-        return type(self), values_of(self)
 
-    made: dict[str, Any] = {"__init__": init, "__repr__": show}
-    if eq:
-        made.update(__eq__=equals, __hash__=digest if frozen else None)
-    if frozen:
-        made.update(__setattr__=refuse, __delattr__=refuse, __reduce__=reduce)
-    return made
+def _digest(self: Any) -> int:
+    return hash((type(self), _values_of(self)))
+
+
+def _refuse(self: Any, name: str, *value: Any) -> None:
+    from dataclasses import FrozenInstanceError
+
+    raise FrozenInstanceError(f"{type(self).__name__} is a record and cannot be changed ({name})")
+
+
+def _reduce(self: Any) -> tuple[Any, ...]:
+    return type(self), _values_of(self)
 
 
 class _OnDemand:
     """An attribute that `dataclasses` and `inspect` look for. The first look makes a standard data class with the same
     fields, and takes the attributes from there."""
 
-    def __init__(self, name: str, fields: dict[str, _Field], is_frozen: bool) -> None:
-        self._name, self._fields, self._is_frozen = name, fields, is_frozen
+    def __init__(self, name: str, is_frozen: bool) -> None:
+        self._name, self._is_frozen = name, is_frozen
 
     def __get__(self, record: Any, kind: type[Any]) -> Any:
         import dataclasses
@@ -164,17 +173,35 @@ class _OnDemand:
 
         for owner in kind.__mro__:
             if vars(owner).get(self._name) is self:
-                standard: Any = dataclasses.dataclass(frozen=self._is_frozen)(self._twin_of(owner, dataclasses))
+                standard: Any = dataclasses.dataclass(frozen=self._is_frozen)(_twin_of(owner, dataclasses))
                 owner.__dataclass_fields__ = standard.__dataclass_fields__  # type: ignore[attr-defined]
                 owner.__dataclass_params__ = standard.__dataclass_params__  # type: ignore[attr-defined]
                 owner.__signature__ = inspect.signature(standard)  # type: ignore[attr-defined]
         return getattr(kind, self._name)
 
-    def _twin_of(self, owner: type[Any], dataclasses: Any) -> type[Any]:
-        namespace = {"__annotations__": owner.__annotations__, "__module__": owner.__module__}
-        for name, each in self._fields.items():
-            default = {} if each.default is _NONE else {"default": each.default}
-            if each.default_factory is not _NONE:
-                default = {"default_factory": each.default_factory}
-            namespace[name] = dataclasses.field(init=each.init, **default)
-        return type(owner.__name__, (), namespace)
+
+def _twin_of(owner: type[Any], dataclasses: Any) -> type[Any]:
+    namespace = {"__annotations__": owner.__annotations__, "__module__": owner.__module__}
+    for name, given in owner.__record_fields__.items():
+        each = given if type(given) is _Field else _Field(given, _NONE, True)
+        default = {} if each.default is _NONE else {"default": each.default}
+        if each.default_factory is not _NONE:
+            default = {"default_factory": each.default_factory}
+        namespace[name] = dataclasses.field(init=each.init, **default)
+    return type(owner.__name__, (), namespace)
+
+
+def _on_demand(is_frozen: bool) -> dict[str, Any]:
+    names = ("__dataclass_fields__", "__dataclass_params__", "__signature__")
+    return {name: _OnDemand(name, is_frozen) for name in names}
+
+
+_CHANGEABLE: dict[str, Any] = {"__init__": _init, "__repr__": _show, **_on_demand(is_frozen=False)}
+_FROZEN: dict[str, Any] = {
+    "__init__": _init,
+    "__repr__": _show,
+    "__setattr__": _refuse,
+    "__delattr__": _refuse,
+    "__reduce__": _reduce,
+    **_on_demand(is_frozen=True),
+}

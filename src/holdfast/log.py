@@ -1,8 +1,9 @@
-"""The loggers of holdfast's own modules: those of `logging`, which is imported when there is something to log.
+"""The loggers of holdfast's own modules: those of `logging`, which is imported when it is needed.
 
-Importing `logging` takes about as long as starting Python, and a run has nothing to say before its workers are started.
-So a logger is only a name until then. No record is lost by it: as long as nothing has imported `logging`, it has no
-handler that would show a record below WARNING, except those that `add_handlers_with` announces.
+Importing `logging` takes about as long as starting Python, and a run that goes well has few lines to write. So a logger
+is only a name at first. No record is lost by it: as long as nothing has imported `logging`, it has no handler that
+would show a record below WARNING, except those that `add_handlers_with` announces. The command line announces besides
+how it shows a record that is a text and nothing more. Such records need no `logging` until something else imports it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ DEBUG, INFO, WARNING, ERROR = 10, 20, 30, 40  # As in `logging`.
 _lock = RLock()
 _lowest = WARNING
 _unmade: list[Callable[[], None]] = []
+_show: Callable[[int, str], None] | None = None
 
 
 def add_handlers_with(function: Callable[[], None], lowest: int = WARNING) -> None:
-    """Call it before the first record that is not below `lowest`; at once if `logging` is there already. It must not
-    use a logger of this module."""
+    """Call it before the first record that is not below `lowest` and needs `logging`; at once if `logging` is there
+    already. It must not use a logger of this module."""
     global _lowest
     with _lock:
         _lowest = min(_lowest, lowest)
@@ -31,9 +33,15 @@ def add_handlers_with(function: Callable[[], None], lowest: int = WARNING) -> No
         _make_handlers()
 
 
+def show_texts_with(show: Callable[[int, str], None] | None) -> None:
+    """Give it the level and the text of a record that has nothing else, as long as nothing has imported `logging`."""
+    global _show
+    _show = show
+
+
 def prepare() -> None:
-    """Import `logging` now, if a handler waits for it: a moment when there is time for it."""
-    if _unmade:
+    """Import `logging` now, if the next record needs it: a moment when there is time for it."""
+    if _unmade and _show is None:
         import logging  # noqa: F401
 
         _make_handlers()
@@ -84,10 +92,22 @@ class Logger:
         self._make_record(level, text, args, options)
 
     def _make_record(self, level: int, text: str, args: tuple[object, ...], options: dict[str, Any]) -> None:
-        if level < _lowest and "logging" not in sys.modules:
-            return
+        if "logging" not in sys.modules:
+            if level < _lowest:
+                return
+            if _show is not None and not options and _is_shown(_show, level, text, args):
+                return
         import logging
 
         if _unmade:
             _make_handlers()
         logging.getLogger(self.name).log(level, text, *args, stacklevel=3, **options)
+
+
+def _is_shown(show: Callable[[int, str], None], level: int, text: str, args: tuple[object, ...]) -> bool:
+    try:
+        message = text % args if args else text
+    except Exception:  # A mistake of the caller's. `logging` reports it, and the run goes on.
+        return False
+    show(level, message)
+    return True

@@ -8,8 +8,6 @@ import sys
 
 from holdfast import escape, stdio
 
-_DIM, _YELLOW, _RED, _PLAIN = "\033[2m", "\033[33m", "\033[31m", "\033[0m"
-
 
 class LogFormatter(logging.Formatter):
     """A record is one line of bounded length. The lines of a traceback follow, indented, so that none of them looks
@@ -35,16 +33,11 @@ class _LineFormatter(LogFormatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        lead, start, end = escape.PREFIX, "", ""
+        text, detail = super().format(record), ""
         if self._detail:
             clock = self.formatTime(record, "%H:%M:%S")
-            lead += f" {clock}.{int(record.msecs):03d} {record.name.removeprefix('holdfast.')}:"
-        if self._colour:
-            lead = f"{_DIM}{lead}{_PLAIN}"
-            start = _RED if record.levelno >= logging.ERROR else _YELLOW if record.levelno >= logging.WARNING else ""
-            end = _PLAIN if start else ""
-        return "\n".join(f"{lead} {start}{line}{end}" if line else lead for line in text.split("\n"))
+            detail = f" {clock}.{int(record.msecs):03d} {record.name.removeprefix('holdfast.')}:"
+        return escape.with_prefix(text, record.levelno, is_coloured=self._colour, detail=detail)
 
 
 class StderrHandler(logging.Handler):

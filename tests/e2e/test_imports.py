@@ -15,8 +15,8 @@ AGENT = """
     itertools keyword math mmap operator re reprlib resource select signal string struct termios threading types typing
     warnings weakref
 """
-# Loaded for the first line that the agent writes, while the workers start.
-LATER = "linecache logging string textwrap token tokenize traceback"
+# Loaded after that, until the run has ended.
+LATER = ""
 # Loaded by the spawner. A fork copies its memory for each worker.
 SPAWNER = "__future__ ctypes errno genericpath importlib math os posixpath select stat struct time types warnings"
 if sys.version_info >= (3, 14):  # What Python's own modules import besides.

@@ -54,6 +54,36 @@ def test_the_command_line_shows_what_was_asked_for(options: str, env: dict[str, 
     assert (out, [line.split()[-1] for line in err.splitlines()]) == ("False\n", shown)
 
 
+@pytest.mark.parametrize(
+    ("call", "is_loaded", "shown"),
+    [
+        ("info('%d bad', 3)", False, "holdfast: 3 bad\n"),
+        ("info('100%')", False, "holdfast: 100%\n"),
+        ("warning('it said: %s', 'a\\nb\\x1b')", False, "holdfast: it said: a\\nb\\x1b\n"),
+        ("warning('x' * 5000)", False, f"holdfast: {'x' * 3996} ...\n"),
+        ("error('%s', ['é'])", False, "holdfast: ['é']\n"),
+        ("info('a\\n%s', 'b', extra={'has_lines': True})", True, "holdfast: a\nholdfast: b\n"),
+        ("error('failed', exc_info=KeyError('x'))", True, "holdfast: failed\nholdfast:   KeyError: 'x'\n"),
+    ],
+)
+def test_a_text_of_the_command_line_needs_no_logging(call: str, is_loaded: bool, shown: str) -> None:
+    """And `logging`, once it is there, shows the same."""
+    say = f"console.set_up(); logger.{call}; print(is_loaded())"
+    assert said(say, PYTHONUTF8="1") == (f"{is_loaded}\n", shown)
+    assert said(f"import logging; {say}", PYTHONUTF8="1") == ("True\n", shown)
+
+
+def test_a_text_that_does_not_suit_its_arguments_does_no_harm() -> None:
+    out, err = said("console.set_up(); logger.info('%d', 'no number'); logger.info('next'); print('end')")
+    assert (out, err.splitlines()[0], err.splitlines()[-1]) == ("end\n", "--- Logging error ---", "holdfast: next")
+
+
+@pytest.mark.parametrize(("options", "shown"), [("quiet=True", []), ("verbose=True", ["part:", "hello"])])
+def test_the_last_set_up_counts(options: str, shown: list[str]) -> None:
+    _, err = said(f"console.set_up(); console.set_up({options}); logger.info('hello')")
+    assert err.split()[-2:] == shown
+
+
 def test_handlers_are_added_at_once_if_logging_is_there() -> None:
     program = "import logging; console.set_up(); logging.getLogger('holdfast.other').info('a'); logger.info('b')"
     assert said(program) == ("", "holdfast: a\nholdfast: b\n")

@@ -142,7 +142,7 @@ class ControlSocket:
     # In the thread.
 
     def _serve(self) -> None:
-        _remove_sockets_of_the_dead()
+        _remove_sockets_of_the_dead(os.path.dirname(self.path))
         while not self._is_closing.is_set():
             try:
                 fd, _ = self._listener._accept()  # type: ignore[attr-defined]  # The stubs do not know it.
@@ -246,7 +246,7 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 def name_in_path(run_id: str) -> str:
     """How the path of a socket names the run."""
-    return re.sub("[^0-9A-Za-z_-]", "_", run_id)[:40]
+    return "".join([char if char.isascii() and (char.isalnum() or char in "_-") else "_" for char in run_id[:40]])
 
 
 def _bind(listener: _socket.socket, run_id: str) -> str:
@@ -296,18 +296,25 @@ def _substitutes() -> list[str]:
     return found
 
 
-def _remove_sockets_of_the_dead() -> None:
-    """A pid without a process here may be one of another container, so its socket is tried."""
-    for path, (_, pid) in paths().items():
-        if is_own(path) and not os.path.exists(f"/proc/{pid}"):
-            with contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)) as probe:
-                probe.setblocking(False)
-                try:
-                    probe.connect(path)
-                except ConnectionRefusedError:
-                    remove_stale(path)
-                except OSError:
-                    pass
+def _remove_sockets_of_the_dead(directory: str) -> None:
+    """Only in the agent's own directory: each start pays for it, and commands look everywhere. A pid without a process
+    here may be one of another container, so its socket is tried."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            path, parts = f"{directory}/{name}", name.split(".")
+            if len(parts) == 4 and not os.path.exists(f"/proc/{parts[1]}") and is_own(path):  # See `_bind`.
+                _remove_if_refused(path)
+
+
+def _remove_if_refused(path: str) -> None:
+    with contextlib.closing(_socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            remove_stale(path)
+        except OSError:
+            pass
 
 
 def remove_stale(path: str) -> None:
@@ -375,7 +382,7 @@ def paths() -> dict[str, tuple[str, int]]:
     paths: list[str] = []
     for directory in (*directories(), *_substitutes()):
         with contextlib.suppress(OSError):
-            paths += [f"{directory}/{name}" for name in os.listdir(directory) if _is_private(directory)]
+            paths += [f"{directory}/{name}" for name in (os.listdir(directory) if _is_private(directory) else ())]
     with contextlib.suppress(OSError), open("/proc/net/unix", errors="surrogateescape") as listing:
         paths += [line.rstrip("\n").split(maxsplit=7)[-1] for line in listing]
     return {path: (found[1], int(found[2])) for path in paths if (found := re.search(_PATH, path))}

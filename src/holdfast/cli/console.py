@@ -135,6 +135,13 @@ def set_up(*, quiet: bool = False, verbose: bool = False) -> None:
 
         log_lines.show_on_stderr(quiet=quiet, verbose=verbose, colour=colour)
 
+    def show(level: int, message: str) -> None:
+        if level >= lowest:
+            line = escape.with_prefix(escape.cut(escape.one_line(message)), level, is_coloured=colour)
+            stdio.write(sys.stderr, f"{line}\n")
+
     colour = wants_colour()
     is_plain = not verbose and not os.environ.get("LOGLEVEL")
-    log.add_handlers_with(add_handler, (log.ERROR if quiet else log.INFO) if is_plain else log.DEBUG)
+    lowest = log.DEBUG if not is_plain else log.ERROR if quiet else log.INFO
+    log.show_texts_with(show if is_plain else None)
+    log.add_handlers_with(add_handler, lowest)

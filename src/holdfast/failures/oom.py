@@ -27,17 +27,11 @@ from holdfast.text import plural, size_text
 # v1 writes "no limit" as the largest multiple of the page size; no real limit is a quarter of that.
 _UNLIMITED_BYTES = 1 << 61
 
-# For each version: its line in /proc/self/cgroup (`<id>:<controllers>:<path>`) and its lines in /proc/self/mountinfo
-# (`<id> <parent> <dev> <root> <mount point> <options>... - <type> <source> <super options>`), and the files of the
-# count, the limit and the peak.
-_MOUNT = r"^\S+ \S+ \S+ (\S+) (\S+) .*? - "
+# For each version: the controller in its line of /proc/self/cgroup (`<id>:<controllers>:<path>`) and in the options of
+# its mounts, the type of these, and the files of the count, the limit and the peak. Version 2 names no controller.
 _VERSIONS = (
-    (
-        r"^\d+:(?:[^:\n]*,)?memory(?:,[^:\n]*)?:(.*?)(?: \(deleted\))?$",
-        _MOUNT + r"cgroup \S+ (?:\S*,)?memory(?:,|\s|$)",
-        ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes"),
-    ),
-    (r"^0::(.*?)(?: \(deleted\))?$", _MOUNT + "cgroup2 ", ("memory.events", "memory.max", "memory.peak")),
+    ("memory", "cgroup", ("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_bytes")),
+    ("", "cgroup2", ("memory.events", "memory.max", "memory.peak")),
 )
 
 
@@ -61,9 +55,9 @@ def memory_killer_counter(root: str = "/") -> MemoryKills | None:
     `root` is the directory to use as `/`, for /proc and for the mount points.
     """
     groups, mounts = _read(root, "proc/self/cgroup"), _read(root, "proc/self/mountinfo")
-    for group_line, mount_line, files in _VERSIONS:
-        for path in re.findall(group_line, groups, re.MULTILINE)[-1:]:
-            found = re.findall(mount_line, mounts, re.MULTILINE)
+    for controller, kind, files in _VERSIONS:
+        for path in _groups_with(controller, groups)[-1:]:
+            found = _mounts_of(kind, controller, mounts)
             tops = [(_below(path, _unescaped(base)), _unescaped(point)) for base, point in found]
             # A hierarchy may be mounted several times; a mount that contains the group comes first. A mount that does
             # not contain the group's path occurs in containers, where it shows the group itself.
@@ -87,8 +81,28 @@ def evidence(before: MemoryKills | None, after: MemoryKills | None) -> str:
     return f"the kernel's memory killer ended {victims} {where} while it ran"
 
 
+def _groups_with(controller: str, groups: str) -> list[str]:
+    """The paths in /proc/self/cgroup."""
+    lines = [line.split(":", 2) for line in groups.split("\n")]
+    return [line[2].removesuffix(" (deleted)") for line in lines if len(line) == 3 and controller in line[1].split(",")]
+
+
+def _mounts_of(kind: str, controller: str, mounts: str) -> list[tuple[str, str]]:
+    """Root and mount point of each mount of that type, from the lines of /proc/self/mountinfo:
+    `<id> <parent> <dev> <root> <mount point> <options>... - <type> <source> <super options>`."""
+    found = []
+    for line in mounts.split("\n"):
+        place, _, system = line.partition(" - ")
+        fields, (*rest, options) = place.split(" "), system.split(" ")
+        if rest[:1] == [kind] and len(fields) > 4 and (not controller or controller in options.split(",")):
+            found.append((fields[3], fields[4]))
+    return found
+
+
 def _unescaped(path: str) -> str:
     """The kernel writes blank, tab, newline and backslash in a path as three octal digits."""
+    if "\\" not in path:
+        return path
     return re.sub(r"\\([01][0-7]{2})", lambda code: chr(int(code[1], 8)), path)
 
 
@@ -116,8 +130,8 @@ def _below(path: str, mount_root: str) -> str | None:
 
 
 def _kills(text: str) -> int | None:
-    found = re.search(r"^oom_kill ([0-9]+)\s*$", text, re.MULTILINE)
-    return int(found[1]) if found else None
+    counts = [line.removeprefix("oom_kill ").strip() for line in text.split("\n") if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts and counts[0].isdecimal() else None
 
 
 def _bytes(text: str) -> int | None:

@@ -17,14 +17,12 @@ from holdfast.errors import HostError, UserError
 if TYPE_CHECKING:
     import socket
 
-_HOST = re.compile(r"[\w.:-]+")
-_PORT = re.compile(r"[0-9]{1,5}")
 _REMEMBERED_PORTS = 64
 _BACKLOG = 4096  # All ranks may connect at the same moment.
 
 
 def try_parse_port(text: str) -> int | None:
-    return int(text) if _PORT.fullmatch(text) and int(text) < 65536 else None
+    return int(text) if re.fullmatch("[0-9]{1,5}", text) and int(text) < 65536 else None
 
 
 def endpoint_text(host: str, port: int) -> str:
@@ -63,7 +61,7 @@ def parse_address(text: str, default_port: int | None = None) -> tuple[str, int]
 def _host(text: str, where: str) -> str:
     """Without its brackets."""
     host = text[1:-1] if _is_bracketed(text) else text
-    if _HOST.fullmatch(host) is None or not _is_encodable(host):
+    if re.fullmatch(r"[\w.:-]+", host) is None or not _is_encodable(host):
         raise UserError(f"{where}: {text!r} is not a host name or an IP address")
     return host
 

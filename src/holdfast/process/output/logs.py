@@ -67,7 +67,7 @@ class Std(IntFlag):
     @classmethod
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
         """Read `3` (a choice for every worker) or `0:1,12:3` (a choice for each local rank that is named)."""
-        if re.fullmatch(r"[0-3]", vm):
+        if vm in ("0", "1", "2", "3"):
             return cls(int(vm))
         if not re.fullmatch(r"[0-9]{1,9}:[0-3](,[0-9]{1,9}:[0-3])*", vm):
             raise UserError(
@@ -337,7 +337,7 @@ def _path_in(directory: str | None, name: str) -> str:
 def _as_file_name(run_id: str) -> str:
     """Turn a run id into the start of a file name. A random suffix follows, so two names may be equal."""
     kept = "".join(char if char.isprintable() and char != "/" else "_" for char in run_id)
-    visible = re.sub(r"^\.+", lambda dots: "_" * len(dots.group()), kept)
+    visible = kept.lstrip(".").rjust(len(kept), "_")
     encoding = sys.getfilesystemencoding()
     return visible.encode(encoding, "replace")[:_RUN_ID_MAX_BYTES].decode(encoding, "ignore")
 

@@ -28,8 +28,7 @@ BOOTSTRAP_PATH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "boots
 
 # Versions that cannot run the bootstrap are left alone: 2.x and 3.0 to 3.7.
 _INTERPRETER_NAME = r"(python|pypy)(3(\.([89]|[1-9]\d+)(\.\d+)*)?)?(t|d|td|-dbg|-debug)?"
-# Switches, then one that takes the rest of the word or the next word: an option's value, or the program (`c`, `m`).
-_OPTIONS = re.compile(r"-([bBdEIOPqRsSuv]*)(?:([WXcm])(.*))?", re.DOTALL)
+_SWITCHES = "bBdEIOPqRsSuv"
 
 
 def command_for(entrypoint: str, args: Sequence[str]) -> tuple[tuple[str, ...], bool]:
@@ -152,10 +151,13 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]] | None:
         options.append(word)
         if word == "--":
             return (options, rest) if rest and rest[0][:1] not in ("", "-") else None
-        found = _OPTIONS.fullmatch(word)
-        if word == "-" or (found is None and word != "--check-hash-based-pycs"):
+        # Switches, then a letter that takes the rest of the word or the next word: an option's value, or the program.
+        rest_of_word = word[1:].lstrip(_SWITCHES)
+        switches, letter, value = word[1 : len(word) - len(rest_of_word)], rest_of_word[:1], rest_of_word[1:]
+        if word == "--check-hash-based-pycs":
+            letter, value = "W", ""  # It takes a value, as `-W` does.
+        if word == "-" or letter not in ("", "W", "X", "c", "m"):
             return None
-        switches, letter, value = found.groups() if found else ("", "W", "")  # It takes a value, as `-W` does.
         if letter in ("c", "m"):
             options[-1:] = [f"-{switches}"] if switches else []
             program = [value, *rest] if value else rest
