@@ -164,10 +164,6 @@ class Client:
     def is_connected(self) -> bool:
         return self._sock is not None
 
-    @property
-    def shares_notices(self) -> bool:
-        return self._node.shares_notices
-
     def stop(self) -> None:
         """Send what is to be sent, and end."""
         self._is_stopping = True
@@ -317,7 +313,7 @@ class Client:
         self._sock, self._frames, self._target = sock, frames, target
         self._heard += 1
         self._say(self.reach.reached(time.monotonic()))
-        self._step(node.Welcomed(welcome.term, welcome.last_round, welcome.restarts_used, frames.peer_minor))
+        self._step(node.Welcomed(welcome.term, welcome.last_round, welcome.restarts_used))
         for request, _ in self._unanswered.copy().values():
             if isinstance(request, StoreRequest):
                 self._send(request)
