@@ -10,11 +10,13 @@ of c10d, the first node hosts it; of tcp, a coordinator listens at the endpoint.
 import multiprocessing
 import os
 import signal
+import struct
 import sys
 import time
 from typing import Any
 
 LIMIT_S = 60
+RESULT = struct.Struct("iq")  # The rank, and when it was known.
 
 backend = sys.argv[1]
 if backend == "tcp":
@@ -27,7 +29,7 @@ else:
 context = multiprocessing.get_context("fork")
 
 
-def node(number: int, count: int, endpoint: str, ready: Any, gate: int, ranks: Any) -> None:
+def node(number: int, count: int, endpoint: str, ready: Any, gate: int, told: int) -> None:
     signal.alarm(LIMIT_S + 60)
     more = {"is_host": backend == "c10d" and number == 0, "join_timeout": LIMIT_S}
     parameters = RendezvousParameters(backend, endpoint, "bench", count, count, local_addr="127.0.0.1", **more)
@@ -35,15 +37,13 @@ def node(number: int, count: int, endpoint: str, ready: Any, gate: int, ranks: A
     ready.release()
     os.read(gate, 1)
     rank = handler.next_rendezvous().rank
-    ranks.put((rank, time.monotonic_ns()))
+    os.write(told, RESULT.pack(rank, time.monotonic_ns()))  # No thread: the others still wait for their ranks.
     signal.pause()
 
 
 def form(count: int, endpoint: str) -> float:
-    ready, ranks, (gate, opener) = context.Semaphore(0), context.Queue(), os.pipe()
-    nodes = [
-        context.Process(target=node, args=(number, count, endpoint, ready, gate, ranks)) for number in range(count)
-    ]
+    ready, (gate, opener), (heard, told) = context.Semaphore(0), os.pipe(), os.pipe()
+    nodes = [context.Process(target=node, args=(number, count, endpoint, ready, gate, told)) for number in range(count)]
     try:
         for each in nodes:
             each.start()
@@ -52,13 +52,15 @@ def form(count: int, endpoint: str) -> float:
         assert all(ready.acquire(timeout=LIMIT_S) for _ in nodes[1:])
         began_ns = time.monotonic_ns()
         os.write(opener, b"." * count)
-        found = dict(ranks.get(timeout=LIMIT_S) for _ in nodes)
+        signal.alarm(LIMIT_S)
+        found = dict(RESULT.unpack(os.read(heard, RESULT.size)) for _ in nodes)
+        signal.alarm(0)
     finally:
         for each in nodes:
             each.kill()
             each.join()
-        os.close(gate)
-        os.close(opener)
+        for fd in (gate, opener, heard, told):
+            os.close(fd)
     assert sorted(found) == list(range(count)), f"the ranks are {sorted(found)}"
     return (max(found.values()) - began_ns) / 1e9
 

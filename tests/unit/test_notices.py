@@ -25,17 +25,13 @@ from holdfast.rendezvous.membership.notices import matching
 from holdfast.rendezvous.membership.phases import Membership, Phase
 from holdfast.rendezvous.membership.protocol import (
     From,
-    Introduction,
     Leaving,
     NoticeRequested,
-    Opened,
-    Received,
     Return,
     Succeeded,
     Tell,
     TimePassed,
 )
-from holdfast.rendezvous.membership.run import Run
 from holdfast.rendezvous.membership.run_status import run_status
 from tests.promises import promise, proves
 from tests.unit import test_node as nodes
@@ -181,15 +177,6 @@ def test_after_the_end_and_from_strangers() -> None:
     story.step(succeeded("a"), 11.0)
     assert ends(story.step(succeeded("b"), 11.0))
     assert story.step(notice("b"), 12.0) == story.step(NoticeRequested(IN_2M, ("b",)), 12.0) == []
-
-
-def test_a_node_of_an_older_version_is_not_told() -> None:
-    run = Run(0.0)
-    for conn, name, minor in ((1, "a", 1), (2, "b", 2)):
-        run.step(Opened(conn, Introduction(name, name.encode()), minor), 0.0)
-        run.step(Received(conn, joined(name, PAIR).message), 0.0)
-    sends = run.step(Received(2, GiveNotice(IN_2M)), 1.0).send_after_persist
-    assert [conns for conns, message in sends if isinstance(message, GoingAway)] == [(2,)]
 
 
 @pytest.mark.parametrize(
@@ -376,15 +363,6 @@ def test_a_new_coordinator_hears_what_the_node_knows(term: int, says: bool) -> N
     node.step(Pushed(GoingAway(120.0, 120.0, False, ("n",), 1, "spot")), 10.6)
     said = nodes.reconnect(node, term=term)
     assert [each.request.reason for each in said if isinstance(each, GiveNotice)] == ["spot"] * says
-
-
-def test_a_coordinator_of_an_older_version() -> None:
-    node = nodes.member()
-    node.step(nodes.node_lease.Disconnected(), 10.7)
-    node.step(TimePassed(), 10.76)
-    node.step(Welcomed(1, 1, minor=1), 10.9)
-    assert node.step(GiveNotice(IN_2M), 11.0) == [GoingAway(120.0, 120.0, False, ("n",), 1, "spot")]
-    assert not node.shares_notices
 
 
 @proves("notice.agreed-95")

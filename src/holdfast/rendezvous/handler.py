@@ -278,7 +278,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     @property
     def shares_notices(self) -> bool:
-        return self._client is not None and self._client.shares_notices
+        return self._client is not None
 
     def notice_key(self) -> bytes | None:
         return keys.notice_key(self._options.token, self._run_id) if self._options.token is not None else None

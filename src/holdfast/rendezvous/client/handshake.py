@@ -140,7 +140,6 @@ class Target:
     def greet(self, sock: socket.socket, stream: frames.Frames, node: protocol.Introduction) -> protocol.Welcome:
         """The handshake, on a connection that blocks."""
         challenge = self._challenge(sock, stream)
-        stream.peer_minor = challenge.minor
         nonce, dialled = os.urandom(protocol.NONCE_BYTES), endpoint_text(*sock.getpeername()[:2])
         has_token = self.token is not None
         hello = frames.encode(protocol.Hello(protocol.MAJOR, self.run_id, nonce, protocol.MINOR, has_token, dialled))

@@ -164,10 +164,6 @@ class Client:
     def is_connected(self) -> bool:
         return self._sock is not None
 
-    @property
-    def shares_notices(self) -> bool:
-        return self._node.shares_notices
-
     def stop(self) -> None:
         """Send what is to be sent, and end."""
         self._is_stopping = True
@@ -320,7 +316,7 @@ class Client:
         self._sock, self._frames, self._target = sock, frames, target
         self._heard += 1
         self._say(self.reach.reached(time.monotonic()))
-        self._step(node.Welcomed(welcome.term, welcome.last_round, welcome.restarts_used, frames.peer_minor))
+        self._step(node.Welcomed(welcome.term, welcome.last_round, welcome.restarts_used))
 
     def _joined(self) -> None:
         """The coordinator answers members alone, and hangs up on others that ask: requests to the store wait for it."""

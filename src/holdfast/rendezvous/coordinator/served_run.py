@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _SILENCE_S = 60.0  # A client that says nothing for so long is gone; agents send heartbeats.
 _LONGEST_REASON = 800
+_NAMES_IN_A_LINE = 16
 
 
 class RunStorage(Storage, Protocol):
@@ -83,6 +84,7 @@ class ServedRun:
         rate = (owner.limits.lines_a_second, owner.limits.lines_at_once)
         # Thousands of nodes that join at once must not use up the lines about the run.
         self._lines, self._node_lines = (RationedLog(run_prefix(run_id), *rate, self._clock) for _ in range(2))
+        self._noted: dict[str, list[str]] = {}  # What nodes did in this turn of the loop, and their names.
         self._queries = Queries(self, owner.limits, self._clock, has_token=owner.token is not None)
         self._connections: dict[int, Connection] = {}
         self._timer.set(self.machine.next_deadline())
@@ -105,9 +107,9 @@ class ServedRun:
 
     # What happens on connections.
 
-    def opened(self, connection: Connection, introduction: protocol.Introduction, minor: int) -> None:
+    def opened(self, connection: Connection, introduction: protocol.Introduction) -> None:
         self._connections[connection.number] = connection
-        self.feed(Opened(connection.number, introduction, minor))
+        self.feed(Opened(connection.number, introduction))
 
     def take(self, connection: Connection, message: protocol.ToCoordinator) -> None:
         """A message from a client that has introduced itself."""
@@ -197,44 +199,54 @@ class ServedRun:
     # What follows from a step besides what the pump does.
 
     def _stepped(self, event: RunEvent, ready: Ready) -> None:
-        """One line for what a node has caused. A node that joins again in each round is in the log once."""
+        """A line for what a node has caused. A node that joins again in each round is in the log once."""
         match event:
-            case Received(_, protocol.Heartbeat()):
-                pass
             case Opened(conn):
                 self._settle(self._connections[conn])
             case Received(conn, protocol.Join() | protocol.Return() as message):
                 connection = self._connections[conn]
                 if not connection.is_member and self._settle(connection):
                     connection.key = message.facts.key
-                    self._node_lines.say(
-                        f"{connection.name} {'joined' if isinstance(message, protocol.Join) else 'returned'}"
-                    )
+                    self._note(connection, "joined" if isinstance(message, protocol.Join) else "returned")
             case Received(conn, protocol.Left() | protocol.Leaving() as message):
                 connection = self._connections[conn]
                 if connection.is_member:
-                    self._node_lines.say(
-                        f"{connection.name} {'left' if isinstance(message, protocol.Left) else 'is leaving'}"
-                    )
+                    self._note(connection, "left" if isinstance(message, protocol.Left) else "is leaving")
         outcome = self.membership.outcome
         for command in self.machine.decided:
             match command:
                 case protocol.Tell(told, push):
                     self._log(told, push)
                 case protocol.Remember(memory) if memory.outcome is not None and outcome is not None:
-                    self._lines.say(f"has ended: {shown(outcome.reason, _LONGEST_REASON)}")
+                    self._say(f"has ended: {shown(outcome.reason, _LONGEST_REASON)}")
         if outcome is not None:
             self._queries.tell_outcome()  # Before the run is forgotten.
 
     def _log(self, told: tuple[str, ...], message: model.Push) -> None:
         match message:
             case model.Sealed(_, place) if place.rank == 0:
-                self._lines.say(f"round {place.round} begins with {plural(place.node_count, 'node')}")
+                self._say(f"round {place.round} begins with {plural(place.node_count, 'node')}")
             case model.Stop(round, reason):
-                self._lines.say(f"round {round} is stopped: {shown(reason, _LONGEST_REASON)}")
+                self._say(f"round {round} is stopped: {shown(reason, _LONGEST_REASON)}")
             case model.GoingAway(left_s, own_left_s) if told and own_left_s is None:
                 what = "no node goes away" if left_s is None else f"nodes go away in {left_s:.0f} s"
-                self._lines.say(f"to {len(told)} nodes: {what}")
+                self._say(f"to {len(told)} nodes: {what}")
             case model.Notice(text) | model.StandBy(_, text) if told:
                 whom = shown(told[0]) if len(told) == 1 else f"{len(told)} nodes"
-                self._lines.say(f"to {whom}: {shown(text, _LONGEST_REASON)}")
+                self._say(f"to {whom}: {shown(text, _LONGEST_REASON)}")
+
+    def _say(self, text: str) -> None:
+        self._say_noted()
+        self._lines.say(text)
+
+    def _note(self, connection: Connection, what: str) -> None:
+        """What many nodes do in one turn of the loop shares lines: a line costs as much as the join itself."""
+        if not self._noted:
+            self._loop.call_soon(self._say_noted)
+        self._noted.setdefault(what, []).append(connection.name)
+
+    def _say_noted(self) -> None:
+        noted, self._noted = self._noted, {}
+        for what, names in noted.items():
+            for at in range(0, len(names), _NAMES_IN_A_LINE):
+                self._node_lines.say(f"{', '.join(names[at : at + _NAMES_IN_A_LINE])} {what}")

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -47,6 +48,7 @@ class StateFiles:
     def __init__(self, directory: Path, address: str, port: int) -> None:
         self._directory, self._name = directory, endpoint_name(address, port)
         self._thread = ThreadPoolExecutor(1, "holdfast-memory")
+        self._thread.submit(boot_id)  # So that the first node need not wait for the start of the thread.
 
     def storage_of(self, run_id: str) -> StateFile:
         name = f"{self._name}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}.json"
@@ -171,6 +173,7 @@ def _check_private(directory: Path) -> None:
         raise PermissionError(f"{directory} is not a directory of this user alone")
 
 
+@cache
 def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

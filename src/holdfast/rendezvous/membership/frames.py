@@ -62,7 +62,6 @@ class Frames:
         self._buffer: bytes | bytearray = b""
         self._at = 0
         self._decoder, self._limit_bytes = HANDSHAKE, limit_bytes
-        self.peer_minor = 0  # The version that the other side speaks.
         self._reading: keys.Seal | None = None
         self._writing: keys.Seal | None = None
 

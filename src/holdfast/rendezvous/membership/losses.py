@@ -80,8 +80,7 @@ class Losses:
         return now if is_survivor else self._admitted_at(join.facts.host, now)
 
     def _admitted_at(self, host: str, now: float) -> float:
-        count = self._count(host, now)
-        if count < 2:
+        if host not in self._hosts or (count := self._count(host, now)) < 2:
             return now
         return self._hosts[host][-1] + min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (count - 2))
 

@@ -17,13 +17,12 @@ the same object stands between the fake network and the agent's lifecycle machin
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 from typing import assert_never
 
 from holdfast.errors import InternalError
 from holdfast.failures.records import Failure, Folded
-from holdfast.frozen import frozen
+from holdfast.frozen import changed, frozen
 from holdfast.rendezvous.membership import model, node_lease, notice_records, protocol
 from holdfast.rendezvous.membership.model import (
     Ended,
@@ -120,13 +119,11 @@ class Pushed:
 
 @frozen
 class Welcomed:
-    """There is a connection to a coordinator of this term, which knows of so many rounds and charged restarts. `minor`
-    is the version that it speaks."""
+    """There is a connection to a coordinator of this term, which knows of so many rounds and charged restarts."""
 
     term: int
     last_round: int
     restarts_used: int = 0
-    minor: int = protocol.MINOR
 
 
 _Reported = Failed | Succeeded | SnapshotReport | Leaving | Left | Close | GiveNotice
@@ -146,7 +143,6 @@ class Participant:
         self.standing = Standing.OUTSIDE
         self.place: Place | None = None  # While MEMBER, and LEAVING as a member.
         self.term = self._heard_round = self._heard_restarts = 0  # The highest that this node has heard of.
-        self._coordinator_minor = protocol.MINOR
         self._lease = lease
         self._stage, self._has_agreed = Stage.RUNNING, False  # Of `place`.
         self._asked_at = 0.0  # When this node said last that it wants a place, or has one.
@@ -182,7 +178,7 @@ class Participant:
                 self._advance, self._held, self._unready, self._peers = advance, held, unready, peers
                 if failure is not None and self._failure is not None:
                     self._failure = Failed(self._failure.round, failure)
-                self.facts = replace(self.facts, port=port, free_port=free_port, snapshot_port=snapshot_port)
+                self.facts = changed(self.facts, port=port, free_port=free_port, snapshot_port=snapshot_port)
                 return self._join(now)
             case ReadinessChanged(unready):
                 return self._change_readiness(unready)
@@ -272,14 +268,9 @@ class Participant:
     def _give_notice(self, request: model.NoticeRequest, now: float) -> list[Command]:
         """If no coordinator can be told, this node acts alone, and tells the next one."""
         self._notices.give(request, now)
-        if self.is_connected and self.shares_notices:
+        if self.is_connected:
             return [GiveNotice(request)]
         return [notice_records.alone(request, self.facts.node_id)] if self.standing is not Standing.DONE else []
-
-    @property
-    def shares_notices(self) -> bool:
-        """Whether the last coordinator that this node spoke to knows of notices."""
-        return self._coordinator_minor >= protocol.NOTICE_MINOR
 
     def _is_in(self, round: int) -> bool:
         return self.standing is Standing.MEMBER and self.place is not None and self.place.round == round
@@ -297,11 +288,11 @@ class Participant:
         if welcome.term < self.term:
             return [node_lease.HangUp(), *self._step_lease(node_lease.ConnectFailed(was_refused=False), now)]
         is_another = welcome.term > self.term
-        self.term, self._coordinator_minor = welcome.term, welcome.minor
+        self.term = welcome.term
         self._heard_round = max(self._heard_round, welcome.last_round)
         self._heard_restarts = max(self._heard_restarts, welcome.restarts_used)
         commands = self._step_lease(node_lease.Connected(), now)
-        notices = self._notices.unheard(now, is_another=is_another) if self.shares_notices else []
+        notices = self._notices.unheard(now, is_another=is_another)
         is_here = self.standing in (Standing.WAITING, Standing.MEMBER, Standing.LEAVING)
         return [*self._introduce(now), *(map(GiveNotice, notices) if is_here else ()), *commands]
 
@@ -369,7 +360,7 @@ class Participant:
         return []
 
     def _become_stranger(self) -> None:
-        self.facts = replace(self.facts, incarnation=self.facts.incarnation + 1)
+        self.facts = changed(self.facts, incarnation=self.facts.incarnation + 1)
 
     def _finish(self, end: Ended | Refused, now: float) -> list[Command]:
         """No place is given away after the end, so workers that are being stopped may take their time."""
@@ -430,7 +421,7 @@ class _OwnNotices:
         """On a new connection. `is_another`: to a coordinator that was not there before."""
         known, self._said_at = {**(self._heard if is_another else {}), **self._given}, now
         return [
-            replace(request, left_s=None if request.left_s is None else notice_records.left_s(at, now))
+            changed(request, left_s=None if request.left_s is None else notice_records.left_s(at, now))
             for at, request in known.values()
         ]
 

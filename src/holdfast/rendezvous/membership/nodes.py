@@ -30,6 +30,7 @@ _REFUSALS_TOLD_EVERY_S = 1.0
 
 @dataclass(slots=True)
 class Node:
+    key: str  # That of `facts`.
     facts: NodeFacts
     stage: Stage
     arrival: int
@@ -37,10 +38,6 @@ class Node:
     drop_at: float | None = None  # Its connection is closed, and it is lost at this time unless it returns.
     has_hung_up: bool = False  # With `drop_at`: the node's side closed the connection.
     snapshots: tuple[Held, ...] = ()  # What it held when it joined.
-
-    @property
-    def key(self) -> str:
-        return self.facts.key
 
     @property
     def is_open(self) -> bool:
@@ -112,7 +109,7 @@ class NodeTable(dict[str, Node]):
         held_until = self.held.get(key, 0.0) if known else held_until
         self.remove(key)
         self._arrivals += 1
-        node = self[key] = Node(facts, stage, known.arrival if known else self._arrivals, now)
+        node = self[key] = Node(key, facts, stage, known.arrival if known else self._arrivals, now)
         self._by_silence[key] = None
         self._incarnations[facts.node_id] = facts.incarnation
         self.shapes[facts.shape] += 1

@@ -514,7 +514,7 @@ class Membership:
         self._formation.held_until = self._past.others_may_run_until(self.settings, now)
         waiting = self.notices.waiting_count(self.nodes)
         self._formation.count(waiting, self.settings, now)
-        if self.nodes.hopeful < self.settings.min_nodes and self._formation.has_timed_out(self.settings, now):
+        if self._formation.has_timed_out(self.settings, now) and self.nodes.hopeful < self.settings.min_nodes:
             missing = too_few(self.nodes.names_waiting(), self._losses.words(self.nodes, now).values(), self.settings)
             return self._end(Outcome(End.FAILED, missing, earlier=self._past.earlier))
         if self._is_time_to_seal(waiting, now) and self._is_time_to_seal(len(ready := self._ready(now)), now):
@@ -523,8 +523,10 @@ class Membership:
         return [Tell(self.nodes.waiting_keys(), progress)] if progress is not None and waiting else []
 
     def _is_time_to_seal(self, ready_count: int, now: float) -> bool:
-        known = self.notices.staying_count(self.nodes) - self.nodes.out_beyond(now + self._agreed.last_call_s)
-        return self._formation.may_seal(ready_count, self.told_round > 0 and ready_count == known, self._agreed, now)
+        is_everyone = self.told_round > 0 and ready_count == (
+            self.notices.staying_count(self.nodes) - self.nodes.out_beyond(now + self._agreed.last_call_s)
+        )
+        return self._formation.may_seal(ready_count, is_everyone, self._agreed, now)
 
     def _ready(self, now: float) -> list[NodeFacts]:
         """The nodes that can be sealed into a world, in order of arrival."""

@@ -31,7 +31,6 @@ from holdfast.wire_types import Name as Name
 T = TypeVar("T")
 
 MAJOR, MINOR = 4, 2
-NOTICE_MINOR = 2  # From here on a peer knows `GiveNotice` and `GoingAway`.
 MAX_TEXT = 1 << 14
 MAX_ROLE = 128
 MAX_STORE_KEYS = 1 << 14  # Of one request.
@@ -417,12 +416,10 @@ Command = Tell | Remember | Expel | ForgetRun
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A client has proved itself on a new connection. Later connections have higher numbers. `minor` is the version
-    that it speaks."""
+    """A client has proved itself on a new connection. Later connections have higher numbers."""
 
     conn: int
     introduction: Introduction
-    minor: int = MINOR
 
 
 class Received(msgspec.Struct, frozen=True):

@@ -68,14 +68,12 @@ class Access(StrEnum):
 
 
 class _Peer:
-    """One connection. `key` is the incarnation that joined or returned on it, `secret` the hash of its secret, `minor`
-    the version that it speaks."""
+    """One connection. `key` is the incarnation that joined or returned on it, `secret` the hash of its secret."""
 
-    __slots__ = ("introduction", "key", "minor", "secret")
+    __slots__ = ("introduction", "key", "secret")
 
-    def __init__(self, introduction: Introduction, minor: int) -> None:
-        self.introduction, self.minor = introduction, minor
-        self.key = ""
+    def __init__(self, introduction: Introduction) -> None:
+        self.introduction, self.key = introduction, ""
         self.secret = keys.hash_of_secret(introduction.secret)
 
 
@@ -167,8 +165,8 @@ class Run:
             case Received(conn, message):
                 if conn in self._peers:
                     self._received(conn, self._peers[conn], message, now, ready)
-            case Opened(conn, introduction, minor):
-                self._opened(conn, introduction, minor, ready)
+            case Opened(conn, introduction):
+                self._opened(conn, introduction, ready)
             case Closed(conn, by_peer):
                 self._closed(conn, by_peer, now, ready)
             case TermRaised(term):
@@ -192,8 +190,8 @@ class Run:
 
     # Connections.
 
-    def _opened(self, conn: int, introduction: Introduction, minor: int, ready: Ready) -> None:
-        peer = self._peers[conn] = _Peer(introduction, minor)
+    def _opened(self, conn: int, introduction: Introduction, ready: Ready) -> None:
+        peer = self._peers[conn] = _Peer(introduction)
         if not introduction.is_visitor:
             self._clients += 1
             self._alone_at = None
@@ -323,8 +321,6 @@ class Run:
             match command:
                 case Tell(told, message):
                     conns = self._conns_of(told, asking)
-                    if isinstance(message, model.GoingAway):  # A node of an older version does not know it.
-                        conns = tuple(each for each in conns if self._peers[each].minor >= protocol.NOTICE_MINOR)
                     ready.tell(conns, message)
                     if isinstance(message, model.Refused):
                         ready.close += [(conn, f"is refused: {message.reason}") for conn in conns]
