@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -88,6 +89,24 @@ def test_a_peer_with_another_token_gets_nothing() -> None:
         other.order("send", 2, SNAPSHOT, 0, len(DATA), "127.0.0.1", one.port, fds=(memory_file(DATA),))
         other.await_said("failed", 2)
         assert {each[0] for each in one.said} == {"line"}
+
+
+def test_memory_that_cannot_be_had_is_no_fault_of_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spawner gets the slot back, and the words name the shortage and no node that cannot be reached."""
+
+    def fallocate(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with nodes({}, {}) as (one, other):
+        one.hold(PART, DATA)
+        monkeypatch.setattr(transfer.os, "posix_fallocate", fallocate)
+        problem = f"there is no memory for {len(DATA)} bytes: Cannot allocate memory"
+        other.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", one.port)
+        assert other.await_said("failed", 1)[2] == problem
+        one.order("send", 2, SNAPSHOT, 0, len(DATA), "127.0.0.1", other.port, fds=(memory_file(DATA),))
+        assert one.await_said("failed", 2)[2].endswith(f"refused: {problem}")
+        asked, dropped = ([each[1] for each in other.said if each[0] == kind] for kind in ("room", "dropped"))
+        assert asked == dropped == [0, 1]
 
 
 def test_a_source_that_is_not_there_is_named() -> None:

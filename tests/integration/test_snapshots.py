@@ -19,6 +19,7 @@ from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.workers.group import GroupSpec, PContext
 from holdfast.process.workers.start import new_group
+from holdfast.snapshots.slots import ranges_of
 from tests import entrypoints, support
 from tests.integration.test_warm import HARMLESS
 from tests.promises import promise, proves
@@ -63,10 +64,10 @@ class Rounds:
         """The group of the next round, which is given the newest snapshot that is held."""
         self.number += 1
         world = world or ranks
-        held = [snapshot for snapshot, _ in self.link.held]
+        held = self.link.held
         chosen = max(held) if load and held else None
         of = [*range(first, first + ranks)]
-        self.link.begin_snapshots(self.limit, 1, self.number, world, of, chosen, "nothing is there" * (not held))
+        self.order_begin(self.limit, 1, self.number, world, of, chosen, "nothing is there" * (not held))
         logs = DefaultLogsSpecs(str(self._path / f"round{self.number}"), redirects=Std.ALL)
         entrypoint, args = program, tuple[str, ...]()
         if isinstance(program, str):
@@ -76,6 +77,9 @@ class Rounds:
         spec = GroupSpec("t", entrypoint, logs, **more)
         envs = {each: {"RANK": str(each + first), "WORLD_SIZE": str(world)} for each in range(ranks)}
         return new_group(spec, dict.fromkeys(range(ranks), args), envs, link=self.link)
+
+    def order_begin(self, *round: Any) -> None:
+        self.link.order_of_snapshots("begin", *round)
 
     def run(self, program: Any, ranks: int = 1, **more: Any) -> list[list[str]]:
         """The lines of each worker. All must succeed."""
@@ -90,7 +94,7 @@ class Rounds:
 
     def steps(self) -> list[tuple[int, list[tuple[int, int]]]]:
         """What is held: step and ranges of ranks."""
-        return [(snapshot[2], ranges) for snapshot, ranges in self.link.held]
+        return [(snapshot[2], ranges_of(ranks)) for snapshot, ranks in sorted(self.link.held.items(), reverse=True)]
 
 
 @pytest.fixture
@@ -367,7 +371,7 @@ def test_workers_killed_at_any_byte_leave_the_last_snapshot_whole(rounds: Rounds
         assert whole[0] > last
         assert rounds.link.common_step == whole[0]
         # The next round must have a step that every rank has.
-        rounds.link.held = [each for each in rounds.link.held if each[1] == [(0, ranks)]]
+        rounds.link.parts = [each for each in rounds.link.parts if len(rounds.link.held[each[0]]) == ranks]
         last = whole[0]
 
 
@@ -375,7 +379,7 @@ def test_a_spawner_that_is_killed_takes_its_slots_with_it(rounds: Rounds) -> Non
     rounds.run("save(1, 'gone soon')")
     os.kill(rounds.link.pid, signal.SIGKILL)
     support.wait_until(lambda: rounds.link.reports() and True, "its end is noticed")
-    assert (rounds.link.held, rounds.link.common_step, rounds.link.snapshot_bytes) == ([], None, 0)
+    assert (rounds.link.held, rounds.link.common_step, rounds.link.snapshot_bytes) == ({}, None, 0)
 
 
 LIES = """

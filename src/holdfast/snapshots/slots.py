@@ -16,7 +16,7 @@ are ordered by age and can be marshalled. The actions are tuples, too:
 
     make(slot, bytes)                                a memory file for this slot
     drop(slot)                                       close it; its memory goes with its last reader
-    give(rank, request, slot, bytes)                 the answers to a worker
+    give(rank, request, slot)                        the answers to a worker
     committed(rank, request)
     found(rank, request, slot, snapshot, bytes)
     nothing(rank, request, text)
@@ -45,7 +45,6 @@ COPY = "copy"  # The pin of a part that another node has copied to this one.
 FETCHED = "fetched"  # The pin of a part while it comes from another node.
 
 _MIB = 1 << 20
-_MOST_HELD = 16
 
 
 class Slot:
@@ -78,9 +77,8 @@ class Ledger:
         self._base: Snapshot | None = None
         self._common: Snapshot | None = None
         self._newest: dict[int, Snapshot] = {}  # Of each rank, in this round.
-        self._holders: dict[
-            Snapshot, set[int]
-        ] = {}  # Of the snapshots of this round that are newer than the common one.
+        # The ranks that have the snapshots of this round which are newer than the common one.
+        self._holders: dict[Snapshot, set[int]] = {}
         self._numbers = count(1)
         self._wants: dict[int, tuple[int, int]] = {}  # Rank -> request and bytes, of those that wait.
         self._loads: dict[int, tuple[int, int]] = {}  # Rank -> request and the rank whose part it waits for.
@@ -99,14 +97,13 @@ class Ledger:
         """The slot with the part of that rank."""
         return next((s for s in self.slots.values() if s.snapshot == snapshot and s.rank == rank), None)
 
-    def held(self) -> list[tuple[Snapshot, list[tuple[int, int]]]]:
-        """The snapshots of which this node holds parts, newest first, with ranges of ranks: the first, how many."""
-        ranks_of: dict[Snapshot, set[int]] = {}
+    def held(self) -> dict[Snapshot, set[int]]:
+        """The snapshots of which this node holds parts, newest first, with their ranks."""
+        held: dict[Snapshot, set[int]] = {}
         for slot in self.slots.values():
             if slot.snapshot is not None:
-                ranks_of.setdefault(slot.snapshot, set()).add(slot.rank)
-        newest = sorted(ranks_of, reverse=True)[:_MOST_HELD]
-        return [(snapshot, ranges_of(ranks_of[snapshot])) for snapshot in newest]
+                held.setdefault(slot.snapshot, set()).add(slot.rank)
+        return dict(sorted(held.items(), reverse=True))
 
     @property
     def newest(self) -> Snapshot | None:
@@ -173,13 +170,12 @@ class Ledger:
                 if slot.capacity >= size:
                     slot.clear()
                     slot.is_given = True
-                    return [*actions, ("give", rank, request, slot.number, slot.capacity)]
+                    return [*actions, ("give", rank, request, slot.number)]
                 actions += self._drop(slot)
         made = self._make(rank, size)
         if isinstance(made, str):
             return [*actions, ("refuse", rank, request, made)]
-        number, capacity = made.number, made.capacity
-        return [*actions, ("make", number, capacity), ("give", rank, request, number, capacity)]
+        return [*actions, ("make", made.number, made.capacity), ("give", rank, request, made.number)]
 
     def _make(self, rank: int, size: int) -> Slot | str:
         """A given slot, or why there is none."""

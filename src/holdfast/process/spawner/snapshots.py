@@ -58,10 +58,10 @@ class Snapshots:
 
     `tell` sends a report to the agent:
 
-    held(snapshots with ranges of ranks, step that a restart would load or None, bytes of all slots)
-    parts([(snapshot, rank, bytes, whether it is of this node's ranks)...])
+    held([(snapshot, rank, bytes, whether it is of this node's ranks)...], step that a restart would load or None,
+         bytes of all slots)
     kept_step(snapshot), warn(line)
-    transferred(number, kind, snapshot, problems)
+    transferred(number, snapshot, problems)
     """
 
     def __init__(
@@ -106,20 +106,16 @@ class Snapshots:
 
     def _write_last(self, transfers: Transfers, numbers: list[int], directory: str, written: list[Any]) -> None:
         self.hear([*self._lines])  # What workers have committed just now counts.
-        ranks = {*self.ledger.ranks}
-        common = [
-            snapshot
-            for snapshot, ranges in self.ledger.held()
-            if any(snapshot[:2])
-            and (snapshot[4] or ranks <= {rank for first, count in ranges for rank in range(first, first + count)})
-        ]
+        own = {*self.ledger.ranks}
+        held = self.ledger.held().items()
+        common = [each for each, ranks in held if any(each[:2]) and (each[4] or own <= ranks)]
         fresh = [each for each in common[: len(numbers)] if each not in written and each not in self._last]
         for number in numbers:
             if fresh:
                 self._last.add(fresh[0])
                 transfers.order(number, "write", fresh.pop(0), (directory, True))
             else:
-                self._tell(("transferred", number, "write", None, []))
+                self._tell(("transferred", number, None, []))
 
     def _retain(self, orders: list[tuple[int, int, int]]) -> None:
         """Of what was kept, and copied to this node, let all go but these: term, round and step."""
@@ -183,11 +179,10 @@ class Snapshots:
         now = time.monotonic()
         if self._has_news and (is_end or now >= self._tell_at):
             self._has_news, self._tell_at = False, now + _TELL_EVERY_S
-            newest = self.ledger.newest
-            own = self.ledger.ranks
+            newest, own = self.ledger.newest, self.ledger.ranks
             parts = [(each.snapshot, each.rank, each.size, each.rank in own) for each in self.ledger.slots.values()]
-            self._tell(("parts", [part for part in parts if part[0] is not None]))
-            self._tell(("held", self.ledger.held(), newest[2] if newest else None, self.ledger.used))
+            held = [part for part in parts if part[0] is not None]
+            self._tell(("held", held, newest[2] if newest else None, self.ledger.used))
 
     def settle(self) -> None:
         """Take what workers have sent before they ended, and tell all that is new."""
@@ -250,7 +245,7 @@ class Snapshots:
                     self._tell(("kept_step", snapshot))
                 case ("warn", text):
                     self._tell(("warn", text))
-                case ("give", rank, request, slot, _):
+                case ("give", rank, request, slot):
                     if problem := self._failures.pop(slot, ""):
                         self._send(rank, packed(messages.REFUSED, request, text=problem))
                     else:
