@@ -108,6 +108,34 @@ def test_keys(etcd_gateway: Gateway) -> None:
     etcd_gateway.check_version()
 
 
+def test_no_part_of_a_request_has_more_time_than_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = 100.0, []
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+
+    class Slow(socket.socket):
+        def settimeout(self, value: float | None) -> None:
+            given.append(value)
+
+        def sendall(self, *_: Any) -> None:
+            nonlocal now
+            now += 1.0
+
+        def recv(self, *_: Any) -> bytes:
+            nonlocal now
+            now += 0.5
+            return b""
+
+    def connect(*_: Any) -> socket.socket:
+        nonlocal now
+        now += 2.0
+        return Slow()
+
+    monkeypatch.setattr(module.socket, "create_connection", connect)
+    with pytest.raises(Unavailable):
+        module._Member("host", ()).ask("/version", None, "", 104.0)
+    assert given == [2.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("compare", "found"),
     [

@@ -61,6 +61,17 @@ def test_parts_go_through_tls(tmp_path: Path) -> None:
             assert each.data_of(PART) is None
 
 
+def test_a_certificate_of_this_node_that_is_gone_is_no_fault_of_the_peer(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    files = (made.server_pem, made.server_key, made.ca_pem)
+    gone = (str(tmp_path / "gone.pem"), *files[1:])
+    with nodes({"tls": files}, {"tls": gone}) as (source, node):
+        node.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", source.port)
+        assert node.await_said("failed", 1)[2].startswith(
+            f"the TLS certificate {gone[0]} with {gone[1]} cannot be used"
+        )
+
+
 @proves("snapshots.tls")
 def test_seals_are_of_one_certificate() -> None:
     one, other = (frames.seals_of(KEY, b"c" * 32, b"s" * 32, cert)[0].next(b"x") for cert in (b"server", b"between"))

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from holdfast.process import DefaultLogsSpecs, Std
 from holdfast.process.spawner.client import SpawnerLink
 from holdfast.process.workers.group import GroupSpec, PContext
 from holdfast.process.workers.start import new_group
+from holdfast.snapshots import api
 from holdfast.snapshots.slots import ranges_of
 from tests import entrypoints, support
 from tests.integration.test_warm import HARMLESS
@@ -135,6 +137,27 @@ def test_outside_a_run_nothing_is_kept() -> None:
         out["value"] = object()
     assert snapshots.load() is None
     assert holdfast.snapshots.open() is snapshots
+
+
+def test_threads_that_open_at_once_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def socket_of_round() -> None:
+        asked.set()
+        answer.wait(support.DEADLINE_S)
+
+    monkeypatch.setattr(api, "_opened", None)
+    monkeypatch.setattr(api, "_socket_of_round", socket_of_round)
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(api.open())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        assert asked.wait(support.DEADLINE_S)
+    threads[1].join(0.1)  # It must not go on by itself.
+    answer.set()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1]
 
 
 @promise("snapshots.raise-saves-nothing: A block of `save` that raises saves nothing.")

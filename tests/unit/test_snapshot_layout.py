@@ -35,8 +35,7 @@ def slot_of(tree: Any, **more: Any) -> bytearray:
 
 
 def tree_of(memory: bytearray, is_copied: bool = True) -> Any:
-    view = memoryview(memory)
-    return layout.parse(view).build(lambda stored: arrays.leaf_of(stored, view, is_copied))
+    return layout.parse(memoryview(memory), lambda array, source: arrays.leaf_of(array, source, is_copied))
 
 
 TEXTS = st.text() | st.text(st.sampled_from("a\ud83d\ude00\udcff"))

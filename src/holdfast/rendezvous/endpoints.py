@@ -17,6 +17,8 @@ from holdfast.errors import HostError, UserError
 if TYPE_CHECKING:
     import socket
 
+DEFAULT_PORT = 29400  # Of a coordinator.
+
 _HOST = re.compile(r"[\w.:-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
 _REMEMBERED_PORTS = 64

@@ -11,7 +11,7 @@ import math
 import sys
 from typing import Any
 
-from holdfast.snapshots.layout import SIZES, Array, LayoutError, Stored, pieces
+from holdfast.snapshots.layout import SIZES, Array, LayoutError, pieces
 
 # Of numpy and torch, which call most things alike; JAX has numpy's with more of its own.
 _DTYPES = {
@@ -116,10 +116,8 @@ def copy(target: memoryview, source: memoryview) -> None:
         target[begin:end] = source[begin:end]
 
 
-def leaf_of(stored: Stored, memory: memoryview, is_copied: bool) -> Any:
-    """The value that the array becomes. If it is not copied it lies in `memory`."""
-    array = stored.array
-    source = memory[stored.offset : stored.offset + array.size]
+def leaf_of(array: Array, source: memoryview, is_copied: bool) -> Any:
+    """The value that the array becomes. If it is not copied it lies in `source`."""
     if array.checksum is not None:
         import zlib
 

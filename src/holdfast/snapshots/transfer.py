@@ -280,25 +280,22 @@ class Transfer:
 
     def _serve(self, sock: socket.socket, name: str) -> None:
         """One connection that a peer has made, and one request."""
-        peer, part = Peer(sock), None
+        part = None
         try:
-            peer.until = time.monotonic() + STRANGER_LIMIT_S
-            if self._tls is not None:
-                peer.speak_tls(self._tls, STRANGER_LIMIT_S, is_server=True)
-            peer.be_server(self._key)
-            body = bytes(peer.receive(_REQUEST_BYTES))
-            peer.until, part = None, frames.part_in(body)
-            if body[:1] == frames.GET:
-                self._serve_get(peer, part)
-            else:
-                self._serve_put(peer, part)
+            with sock, closing(Peer(sock)) as peer:
+                peer.until = time.monotonic() + STRANGER_LIMIT_S
+                if self._tls is not None:
+                    peer.speak_tls(self._tls, STRANGER_LIMIT_S, is_server=True)
+                peer.be_server(self._key)
+                body = bytes(peer.receive(_REQUEST_BYTES))
+                peer.until, part = None, frames.part_in(body)
+                serve = self._serve_get if body[:1] == frames.GET else self._serve_put
+                serve(peer, part)
         except (OSError, FrameError) as error:
             self._complain(name, part, _words_of_peer(error))
         except Exception as error:
             self._complain(name, part, f"met a failure: {_words(error)}")
         finally:
-            peer.close()
-            sock.close()
             self._posts.put(None)
 
     def _complain(self, name: str, part: Part | None, words: str) -> None:

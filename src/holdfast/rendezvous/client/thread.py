@@ -140,8 +140,7 @@ class Client:
 
     def ask(self, request: bytes, node_id: str, timeout_s: float) -> bytes:
         """Ask the coordinator, or the agent of that node; from any thread. Raises HostError if no answer comes."""
-        frames = self._frames
-        if frames is None:
+        if not self.is_connected:
             raise HostError(f"{self.reach.who} is out of reach at the moment")
         try:
             answer: Answer | None = self._exchange(Query(next(self._numbers), request, node_id), timeout_s)
