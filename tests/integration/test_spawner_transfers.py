@@ -125,7 +125,7 @@ def test_copies_count_and_stay_until_a_newer_step_is_complete(nodes: list[Node])
     older = other.newest
     other.run("save(9, 'newer')", 1, first=1, world=2)
     assert (5, [(0, 2)]) in other.steps()
-    other.link.order_of_snapshots("complete", 9, [other.newest[:3]])
+    other.link.order_of_snapshots("retain", [other.newest[:3]])
     other.run("pass", 1, first=1, world=2)
     assert 0 not in other.link.held.get(older, [])
 

@@ -49,9 +49,9 @@ def test_the_smallest_limit_counts(group: MemoryKills | None, expected: int, mon
 
 def test_the_spawner_hears_of_the_round_and_what_it_loads() -> None:
     _, link = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(STEP_9)))
-    assert link.orders == [("begin", 1000, 1, 3, 4, [2, 3], (1, 2, 9, 4, False), "", [])]
+    assert link.orders == [("begin", 1000, 1, 3, 4, [2, 3], (1, 2, 9, 4, False), "")]
     _, link = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(None, problem="no node has rank 1 of step 9")))
-    assert link.orders == [("begin", 1000, 1, 3, 4, [2, 3], None, "no node has rank 1 of step 9", [])]
+    assert link.orders == [("begin", 1000, 1, 3, 4, [2, 3], None, "no node has rank 1 of step 9")]
     _, link = begin(0, Place(1, 3, 1, 2, chosen=Chosen(STEP_9)))
     assert link.orders == []
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from holdfast.process.spawner.wire import Message
     from holdfast.rendezvous.coordination import Coordination
 
-Part = tuple[Any, ...]  # What the spawner is told of one part that it is to get, its rank first.
 Then = Callable[[Snapshot | None, list[str]], None]  # What follows on an order: of which snapshot, and the problems.
 
 logger = Logger(__name__)
@@ -157,16 +156,25 @@ class SnapshotTransfers:
     # A round.
 
     def begin(
-        self, link: SpawnerLink, run: Coordination, place: Place, ranks: Sequence[int]
-    ) -> list[tuple[str, list[Part]]]:
-        """Before the spawner hears of the round. Returns the parts that are about to come, for `order_parts`."""
-        self._link, self._run, self._place = link, run, place
+        self, link: SpawnerLink, run: Coordination, place: Place, ranks: Sequence[int], begin: tuple[Any, ...]
+    ) -> None:
+        """`begin` tells the spawner of the round, but for the ranks whose parts are about to come."""
+        self._place = place
         self._steps, self._kept, self._storing = SavedSteps(complete=self._complete), None, set()
         self._leave_later_steps(place.chosen)
         snapshot = place.chosen and plain(place.chosen.snapshot)
         files = {each.part.rank for each in self._on_disk.get(snapshot, [])} if snapshot else set()
         fetched, read = parts_to_get(place.chosen, ranks, files)
-        return [("fetch", fetched), ("read", [(rank, self._directory) for rank in read])]
+        link.order_of_snapshots(*begin, [*(rank for rank, _, _ in fetched), *read])
+        self.attach(link, run)
+        if not snapshot:
+            return
+        for kind, parts in (("fetch", fetched), ("read", [(rank, self._directory) for rank in read])):
+            if parts:
+                self._order(kind, snapshot, parts, self._say_what_came)
+        if not any(snapshot[:2]):  # All nodes have it, though a directory of their own may not show that.
+            self._retain()
+            link.order_of_snapshots("complete", snapshot[2])
 
     def attach(self, link: SpawnerLink, run: Coordination) -> None:
         """Have this spawner ready to move slots."""
@@ -177,19 +185,6 @@ class SnapshotTransfers:
         fds, key = ((found[0],), found[1]) if found is not None else ((), b"")
         link.order_of_snapshots("peers", key, self._bandwidth, self._directory, run.tls_files, self._run_id, fds=fds)
         link.has_peers, link.hear_of_snapshots = True, self.hear
-
-    def order_parts(self, parts: list[tuple[str, list[Part]]]) -> None:
-        """After that."""
-        assert self._link is not None
-        assert self._run is not None
-        self.attach(self._link, self._run)
-        snapshot = self._place.chosen and plain(self._place.chosen.snapshot)
-        if snapshot:
-            for kind, argument in parts:
-                if argument:
-                    self._order(kind, snapshot, argument, self._say_what_came)
-            if not any(snapshot[:2]):  # All nodes have it, though a directory of their own may not show that.
-                self._link.order_of_snapshots("complete", snapshot[2], self._retained())
 
     def _say_what_came(self, snapshot: Snapshot | None, problems: list[str]) -> None:
         for problem in problems:
@@ -212,29 +207,32 @@ class SnapshotTransfers:
             case KeepFrom(_, step):
                 if self._kept is None or self._kept[2] < step:
                     self._kept = None
-                    self._link.order_of_snapshots("keep", step, self._retained())
+                    self._retain()
+                    self._link.order_of_snapshots("keep", step)
             case Agreed(_, step, to_disk):
                 self._store(step, to_disk)
             case Complete(_, saved):
                 if self._complete is None or saved > self._complete:
                     self._complete = saved
-                    self._link.order_of_snapshots("complete", saved[2], self._retained())
+                    self._retain()
+                    self._link.order_of_snapshots("complete", saved[2])
                     self._tell(changed(self._steps, complete=saved))
 
-    def _retained(self) -> list[tuple[int, int, int]]:
-        """What must not go: the last complete step, and newer ones that were agreed or are kept."""
+    def _retain(self) -> None:
+        """Let all go that was kept, but for the last complete step, and newer ones that were agreed or are kept."""
+        assert self._link is not None
         oldest = self._complete or (0, 0, 0)
         known = [each[:3] for each in (self._agreed, self._kept) if each is not None]
-        return [oldest, *(each for each in known if each > oldest)]
+        self._link.order_of_snapshots("retain", [oldest, *(each for each in known if each > oldest)])
 
     def _store(self, step: int, to_disk: bool) -> None:
         if self._agreed is not None and self._agreed == self._kept:
             return
-        if self._kept is None or self._kept[2] != step or self._link is None:
+        if self._kept is None or self._kept[2] != step:
             self._tell(changed(self._steps, failed=step))
             return
         self._agreed, self._storing = self._kept, set()
-        self._link.order_of_snapshots("retain", self._retained())
+        self._retain()
         if self._place.copy_to:
             self._begin_store("send", self._place.copy_to, "copied to another node")
         if to_disk and self._directory:

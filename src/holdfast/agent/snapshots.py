@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from holdfast.agent.model import Worker
-    from holdfast.agent.snapshot_transfers import Listing, Part, SnapshotTransfers
+    from holdfast.agent.snapshot_transfers import Listing, SnapshotTransfers
     from holdfast.process.spawner.client import SpawnerLink
     from holdfast.rendezvous.coordination import Coordination
     from holdfast.snapshots.slots import Snapshot
@@ -64,16 +64,12 @@ class NodeSnapshots:
         if snapshot is not None:
             self.steps_lost = (self.steps_lost or 0) + max(0, (reached or 0) - snapshot[2])
         world_size = next((worker.world_size for worker in workers), 0)
-        round = (place.term, place.round, world_size, ranks, snapshot, chosen.problem)
+        begin = ("begin", self._limit_bytes, place.term, place.round, world_size, ranks, snapshot, chosen.problem)
         run = self._run
-        parts: list[tuple[str, list[Part]]] = []
-        can_move = run is not None and (self._directory or self._made or run.snapshot_port or place.agrees_on_steps)
-        if run is not None and can_move:
-            parts = self.transfers.begin(link, run, place, ranks)
-        coming = [rank for _, each in parts for rank, *_ in each]
-        link.order_of_snapshots("begin", self._limit_bytes, *round, coming)
-        if can_move:
-            self.transfers.order_parts(parts)
+        if run is not None and (self._directory or self._made or run.snapshot_port or place.agrees_on_steps):
+            self.transfers.begin(link, run, place, ranks, begin)
+        else:
+            link.order_of_snapshots(*begin)
 
     @property
     def transfers(self) -> SnapshotTransfers:
@@ -118,8 +114,7 @@ class NodeSnapshots:
         if self._link is None or self._run is None:
             then(["this node has no snapshots"])
             return
-        if not self._link.has_peers:
-            self.transfers.attach(self._link, self._run)
+        self.transfers.attach(self._link, self._run)
         self.transfers.export(snapshot, directory, then)
 
     def told(self) -> SnapshotList:

@@ -77,8 +77,6 @@ class Ledger:
         self._base: Snapshot | None = None
         self._common: Snapshot | None = None
         self._newest: dict[int, Snapshot] = {}  # Of each rank, in this round.
-        # The ranks that have the snapshots of this round which are newer than the common one.
-        self._holders: dict[Snapshot, set[int]] = {}
         self._numbers = count(1)
         self._wants: dict[int, tuple[int, int]] = {}  # Rank -> request and bytes, of those that wait.
         self._loads: dict[int, tuple[int, int]] = {}  # Rank -> request and the rank whose part it waits for.
@@ -132,7 +130,7 @@ class Ledger:
         self._base = chosen or self.newest
         self.term, self.round, self.world_size, self.ranks = term, round, world_size, tuple(ranks)
         self.chosen, self.problem = chosen, problem
-        self._common, self._newest, self._holders = None, {}, {}
+        self._common, self._newest = None, {}
         self._wants, self._loads, self._fetching, self._keep_from = {}, {}, set(fetching), None
         self._unfetched = {}
         actions: list[Action] = []
@@ -205,11 +203,8 @@ class Ledger:
         snapshot = (self.term, self.round, step, self.world_size, is_replicated)
         slot.snapshot, slot.size, slot.is_given = snapshot, size, False
         self._newest[rank] = snapshot
-        holders = self._holders.setdefault(snapshot, set())
-        holders.add(rank)
-        if is_replicated or holders.issuperset(self.ranks):
+        if is_replicated or self.held()[snapshot].issuperset(self.ranks):
             self._common = max(snapshot, self._common or snapshot)
-            self._holders = {each: ranks for each, ranks in self._holders.items() if each > self._common}
         return [("committed", rank, request), *self._keep(), *self._tidy(), *self._serve_wants()]
 
     def _serve_wants(self) -> list[Action]:

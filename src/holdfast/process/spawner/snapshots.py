@@ -45,11 +45,10 @@ class Snapshots:
     """Of all rounds of this spawner. `settle` is for the transfer process (`transfers`). The agent orders:
 
     begin(bytes, term, round, world size, ...)       a new round
-    keep(step, retained)                             say `kept_step` when a common snapshot has that step, or a later
-                                                     one. What was kept or copied before can go, but for the
-                                                     retained
-    retain(retained)                                 the same without a step
-    complete(step, retained)                         the same; all nodes have stored that step
+    keep(step)                                       say `kept_step` when a common snapshot has that step, or a later
+                                                     one
+    retain([(term, round, step)...])                 what was kept or copied before can go, but for these
+    complete(step)                                   all nodes have stored that step
     peers(key, bandwidth, directory, tls, run id)    slots can be moved from now on; with the socket at which other
                                                      nodes ask for some, if they may; `tls` are files, or None
     transfer(number, kind, snapshot, ...)            move slots
@@ -83,8 +82,7 @@ class Snapshots:
         match order:
             case ["begin", limit, *round]:
                 self.begin(limit, *round)
-            case ["keep", step, retained]:
-                self._retain(retained)
+            case ["keep", step]:
                 self.act(self.ledger.keep_from(step))
             case ["retain", retained]:
                 self._retain(retained)
@@ -97,8 +95,7 @@ class Snapshots:
                 self._write_last(self._transfers, numbers, directory, written)
             case ["transfer", *transfer] if self._transfers is not None:
                 self._transfers.order(*transfer)
-            case ["complete", step, retained]:
-                self._retain(retained)
+            case ["complete", step]:
                 if self._transfers is not None:
                     self._transfers.complete(step)
             case _:
@@ -117,13 +114,12 @@ class Snapshots:
             else:
                 self._tell(("transferred", number, None, []))
 
-    def _retain(self, orders: list[tuple[int, int, int]]) -> None:
-        """Of what was kept, and copied to this node, let all go but these: term, round and step."""
+    def _retain(self, retained: list[tuple[int, int, int]]) -> None:
         from holdfast.snapshots.slots import COPY, KEPT
 
         slots = self.ledger.slots.values()
         for snapshot in {slot.snapshot for slot in slots if slot.snapshot is not None and slot.pins & {KEPT, COPY}}:
-            if snapshot[:3] not in orders:
+            if snapshot[:3] not in retained:
                 self.act([*self.ledger.unpin(snapshot, KEPT), *self.ledger.unpin(snapshot, COPY)])
 
     @property
