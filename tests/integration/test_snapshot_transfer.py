@@ -14,7 +14,7 @@ import pytest
 from holdfast.snapshots import frames, peer, transfer
 from holdfast.snapshots.frames import Part
 from tests import support
-from tests.certificates import make_certificates
+from tests.certificates import Certificates
 from tests.promises import promise, proves
 from tests.relay import Relay
 from tests.transfers import KEY, SNAPSHOT, memory_file, nodes
@@ -43,10 +43,9 @@ def test_a_part_is_fetched_and_a_copy_is_sent() -> None:
     "snapshots.tls: If the nodes have certificates, snapshots move through TLS: peers without TLS, with a certificate "
     "of another authority, or between two nodes get nothing."
 )
-def test_parts_go_through_tls(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
-    ours = (made.server_pem, made.server_key, made.ca_pem)
-    others = (made.stranger_pem, made.stranger_key, made.other_pem)
+def test_parts_go_through_tls(certificates: Certificates) -> None:
+    ours = (certificates.server_pem, certificates.server_key, certificates.ca_pem)
+    others = (certificates.stranger_pem, certificates.stranger_key, certificates.other_pem)
     with nodes({"tls": ours}, {"tls": ours}, {"tls": others}, {}) as (source, node, stranger, plain):
         source.hold(PART, DATA)
         wire = Relay(source.port)
@@ -61,10 +60,9 @@ def test_parts_go_through_tls(tmp_path: Path) -> None:
             assert each.data_of(PART) is None
 
 
-def test_a_certificate_of_this_node_that_is_gone_is_no_fault_of_the_peer(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
-    files = (made.server_pem, made.server_key, made.ca_pem)
-    gone = (str(tmp_path / "gone.pem"), *files[1:])
+def test_a_certificate_of_this_node_that_is_gone_is_no_fault_of_the_peer(certificates: Certificates) -> None:
+    files = (certificates.server_pem, certificates.server_key, certificates.ca_pem)
+    gone = ("/gone.pem", *files[1:])
     with nodes({"tls": files}, {"tls": gone}) as (source, node):
         node.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", source.port)
         assert node.await_said("failed", 1)[2].startswith(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from holdfast.snapshots.slots import COPY, FETCHED, Action, Ledger, Snapshot, ranges_of
-from tests.promises import promise
+from tests.promises import promise, proves
 
 LIMIT = 40 << 10
 RANKS = st.integers(0, 3)
@@ -232,6 +233,45 @@ def test_a_replicated_snapshot_is_common_as_soon_as_one_rank_has_it() -> None:
         assert ledger.newest == (1, 1, step, 2, True)
     ledger.begin(1, 2, 3, [0, 1, 2], (1, 1, 3, 2, True))
     assert ledger.load(2, 1, 2)[0][0] == "found"
+
+
+@pytest.mark.parametrize(
+    ("given", "step", "size", "words"),
+    [
+        (0, 8, 10, ""),
+        (0, 8, 1 << 40, "has 8192 bytes, not 1099511627776"),
+        (0, 8, -1, "has 8192 bytes, not -1"),
+        (0, -1, 10, "-1 is not a step"),
+        (0, 1 << 60, 10, f"{1 << 60} is not a step"),
+        (0, 7, 10, "step 7 is not above step 7, which rank 1 has saved in this round"),
+        (0, 6, 10, "step 6 is not above step 7, which rank 1 has saved in this round"),
+        (1, 8, 10, "slot 4 was not given to rank 1"),
+        (-2, 8, 10, "slot 1 was not given to rank 1"),  # It has what the rank has saved.
+        (-1, 8, 10, "slot 2 was not given to rank 1"),  # It is another rank's.
+    ],
+)
+@proves("snapshots.lies-harm-own-rank")
+def test_nonsense_is_refused(given: int, step: int, size: int, words: str) -> None:
+    ledger = Ledger(1 << 20)
+    ledger.begin(1, 1, 2, [0, 1], None)
+    for rank in (1, 0):
+        ledger.commit(rank, 2, ledger.want(rank, 1, 5000)[-1][3], 7, 10)
+    slot = ledger.want(1, 3, 5000)[-1][3]
+    answer, *_ = ledger.commit(1, 4, slot + given, step, size)
+    assert answer == ("refuse", 1, 4, answer[3]) if words else answer == ("committed", 1, 4)
+    assert not words or words in answer[3]
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(-5, "a slot cannot have -5 bytes"), (0, "a slot cannot have 0 bytes"), (1 << 62, "do not fit")],
+)
+def test_no_slot_has_such_a_size(size: int, words: str) -> None:
+    ledger = Ledger(1 << 20)
+    ledger.begin(1, 1, 1, [0], None)
+    [(kind, *_, text)] = ledger.want(0, 1, size)
+    assert kind == "refuse"
+    assert words in text
 
 
 def test_ranges_of_ranks() -> None:
