@@ -108,16 +108,6 @@ def test_buffers_become_memoryviews() -> None:
     assert [each.tolist() for each in found.values()] == [[1, 2], [120, 121], [[100, 101, 102], [97, 98, 99]]]
 
 
-def test_memory_that_is_shown_as_numpy_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Shown:
-        __array_interface__ = np.arange(6, dtype=np.int16).reshape(2, 3).__array_interface__
-
-    kept = np.arange(6, dtype=np.int16).reshape(2, 3)
-    Shown.__array_interface__ = kept.__array_interface__
-    monkeypatch.delitem(__import__("sys").modules, "numpy")
-    assert tree_of(slot_of([Shown()]))[0].tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
 def test_a_loaded_copy_shares_nothing_with_the_slot() -> None:
     memory = slot_of({"t": torch.ones(4), "n": np.ones(4), "b": bytearray(4), "z": b"z" * 2000})
     found = tree_of(memory)

@@ -105,7 +105,7 @@ class SnapshotTransfers:
         """In the thread. The directory is made if it is not there at the first look."""
         if not self._has_looked:
             os.makedirs(self._directory, exist_ok=True)
-        return self._found(self._say_once)
+        return disk.found_in(self._directory, self._say_once)
 
     def end_listing(self) -> dict[Snapshot, list[int]]:
         """The snapshots in the directory, with their ranks."""
@@ -121,12 +121,6 @@ class SnapshotTransfers:
             logger.warning("--snapshot-dir %s: %s", self._directory, problem)
         self._has_looked = True
         return {snapshot: [each.part.rank for each in files] for snapshot, files in self._on_disk.items()}
-
-    def _found(self, say: Callable[[str], None]) -> dict[Snapshot, list[disk.Found]]:
-        found: dict[Snapshot, list[disk.Found]] = {}
-        for each in disk.found_in(self._directory, say):
-            found.setdefault(each.part.snapshot, []).append(each)
-        return found
 
     def _say_once(self, line: str) -> None:
         if line not in self._lines:
@@ -317,8 +311,7 @@ class SnapshotTransfers:
         if not self._directory:
             return []
         with contextlib.suppress(OSError):
-            found = self._found(lambda line: None)
-            return [parts_on_disk(snapshot, files, time.time()) for snapshot, files in found.items()]
+            return parts_on_disk(self._directory, time.time(), lambda line: None)
         return []
 
 
@@ -355,8 +348,11 @@ def parts_in_memory(parts: Sequence[tuple[Snapshot, int, int, bool, float]], now
     return made
 
 
-def parts_on_disk(snapshot: Snapshot, files: Sequence[disk.Found], now: float) -> HeldParts:
+def parts_on_disk(directory: str, now: float, say: Callable[[str], None]) -> list[HeldParts]:
     """`now` is the wall clock."""
-    age_s = max(0.0, now - max(each.written_at for each in files))
-    ranks, size = tuple(ranges_of(each.part.rank for each in files)), sum(each.part.bytes for each in files)
-    return HeldParts(*snapshot, ranks, size, round(age_s, 3), "disk")
+    made = []
+    for snapshot, files in disk.found_in(directory, say).items():
+        age_s = max(0.0, now - max(each.written_at for each in files))
+        ranks, size = tuple(ranges_of(each.part.rank for each in files)), sum(each.part.bytes for each in files)
+        made.append(HeldParts(*snapshot, ranks, size, round(age_s, 3), "disk"))
+    return made

@@ -21,7 +21,7 @@ import json
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from holdfast import escape
@@ -277,8 +277,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         raise LayoutError("the header has a name twice")
     return table
-
-
-def pieces(size: int, most: int = 16 << 20) -> Iterator[tuple[int, int]]:
-    """Ranges of a large copy. Between two of them other threads of Python get their turn."""
-    return ((at, min(at + most, size)) for at in range(0, size, most))
