@@ -27,18 +27,11 @@ from holdfast.snapshots.slots import COPY
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any, NoReturn, Protocol
+    from typing import Any, NoReturn
 
+    from holdfast.process.spawner.snapshots import Snapshots
     from holdfast.process.spawner.wire import Message
-    from holdfast.snapshots.slots import Action, Ledger, Slot, Snapshot
-
-    class Slots(Protocol):
-        """The node's slots, with their memory files."""
-
-        @property
-        def ledger(self) -> Ledger: ...
-        def act(self, actions: Iterable[Action]) -> None: ...
-        def duplicate(self, slot: int) -> int: ...
+    from holdfast.snapshots.slots import Action, Slot, Snapshot
 
 
 _MOST_DEATHS = 8  # After that, peers cannot start another process.
@@ -67,7 +60,7 @@ class Transfers:
         listener_fd: int,
         poller: select.poll,
         settle: Callable[[list[int]], None],
-        slots: Slots,
+        slots: Snapshots,
         report: Callable[[Message], None],
     ) -> None:
         self._settings, self._listener_fd, self._poller = settings, listener_fd, poller
