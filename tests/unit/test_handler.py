@@ -56,7 +56,12 @@ def test_snapshots_are_served_behind_an_address_that_no_interface_has(tmp_path: 
     there = {"local_addr": "192.0.2.1", "token_file": str(tmp_path / "token")}
     made = handler.create_tcp_handler(RendezvousParameters("tcp", "node1:29400", "job7", 2, 2, **there))  # type: ignore[arg-type]
     made.has_snapshots, made._held_at = True, "192.0.2.1"
+    # Without a port it can still fetch from others, with the same key.
+    fd, key = made.snapshot_listener()
     made._listen_for_snapshots()
+    listening_fd, same_key = made.snapshot_listener()
+    assert (fd, key) == (-1, same_key)
+    os.close(listening_fd)
     with socket.create_connection(("127.0.0.1", made.snapshot_port), 10):
         made.shutdown()
 

@@ -175,8 +175,8 @@ class SnapshotTransfers:
         self._link, self._run = link, run
         if link.has_peers:
             return
-        found = run.snapshot_listener()
-        fds, key = ((found[0],), found[1]) if found is not None else ((), b"")
+        fd, key = run.snapshot_listener()
+        fds = (fd,) if fd >= 0 else ()
         link.order_of_snapshots("peers", key, self._bandwidth, self._directory, run.tls_files, self._run_id, fds=fds)
         link.has_peers, link.hear_of_snapshots = True, self.hear
 

@@ -113,10 +113,10 @@ class Coordination(abc.ABC):
         OSError."""
         raise HostError("this node does not hold the master port")
 
-    def snapshot_listener(self) -> tuple[int, bytes] | None:
-        """A descriptor that listens at `snapshot_port`, for the caller to close, and the key with which peers prove
-        themselves. None if no peer may fetch snapshots from this node."""
-        return None
+    def snapshot_listener(self) -> tuple[int, bytes]:
+        """A descriptor that listens at `snapshot_port`, for the caller to close, or -1 if no peer can fetch snapshots
+        from this node; and the key with which this node and its peers prove themselves, if there is one."""
+        return -1, b""
 
     def listen_for_peer(self) -> tuple[int, str, int]:
         """The descriptor of a socket that listens for another node, for the caller to close, with its address and

@@ -245,10 +245,11 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         except (HostError, OSError) as error:
             logger.warning("no other node can fetch snapshots from this one: %s", error)
 
-    def snapshot_listener(self) -> tuple[int, bytes] | None:
-        if self._snapshot_fd < 0 or self._options.token is None:
-            return None
-        return os.dup(self._snapshot_fd), keys.snapshot_key(self._options.token, self._run_id)
+    def snapshot_listener(self) -> tuple[int, bytes]:
+        if self._options.token is None:
+            return super().snapshot_listener()
+        fd = os.dup(self._snapshot_fd) if self._snapshot_fd >= 0 else -1
+        return fd, keys.snapshot_key(self._options.token, self._run_id)
 
     def listen_for_peer(self) -> tuple[int, str, int]:
         fd, port = self._listen()
