@@ -17,6 +17,7 @@ import pytest
 from holdfast import signals
 from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import support
+from tests.certificates import Certificates, make_certificates
 
 # How long an example takes to make or to try says something about the machine, and nothing about what is tested.
 hypothesis.settings.register_profile(
@@ -87,6 +88,20 @@ def no_descriptor_leak() -> Iterator[None]:
 def etcd() -> Iterator[EtcdServer]:
     """An etcd for all tests that ask for one; each uses keys of its own."""
     with EtcdServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """For all tests; none changes the files."""
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def secured_etcd(certificates: Certificates) -> Iterator[EtcdServer]:
+    """It wants a certificate of clients, too."""
+    files = (f"--cert-file={certificates.server_pem}", f"--key-file={certificates.server_key}")
+    with EtcdServer(options=[*files, "--client-cert-auth", f"--trusted-ca-file={certificates.ca_pem}"]) as server:
         yield server
 
 

@@ -1,4 +1,4 @@
-"""Real etcds that do not let every client in: with users and passwords, or with certificates. And who leads."""
+"""Real etcds that do not let every client in, but users with passwords. And who leads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from holdfast.rendezvous.etcd.gateway import Gateway
 from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import support
-from tests.certificates import Certificates
 from tests.etcd_cluster import EtcdCluster
 
 ROOT = {"user": "root", "password": "secret"}
@@ -30,12 +29,6 @@ def etcd_with_users(*options: str) -> Iterator[EtcdServer]:
             call(gateway, "auth/user/grant", user=ROOT["user"], role="root")
             call(gateway, "auth/enable")
         yield server
-
-
-def etcd_with_tls(certificates: Certificates) -> EtcdServer:
-    """It wants a certificate of clients, too."""
-    files = (f"--cert-file={certificates.server_pem}", f"--key-file={certificates.server_key}")
-    return EtcdServer(options=[*files, "--client-cert-auth", f"--trusted-ca-file={certificates.ca_pem}"])
 
 
 def leader_of(cluster: EtcdCluster) -> int:

@@ -32,6 +32,7 @@ _BASE = {
     "stdio",
     "stop_hooks",
     "text",
+    "tls",
     "wire_types",
 }
 _BELOW_AGENT = {"checks", "failures", "hangs", "process", "rendezvous", "snapshots", "telemetry", "timer"} | _BASE
@@ -59,6 +60,7 @@ LAYERS = {
     "notice_board": {"frozen"},
     "option": {"frozen"},
     "log_lines": {"escape", "stdio"},
+    "tls": {"errors"},
     **{
         name: set()
         for name in (

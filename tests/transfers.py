@@ -37,7 +37,7 @@ class Node:
     ) -> None:  # fmt: skip
         self.said: list[tuple[Any, ...]] = []
         self.slots: dict[tuple[Any, int], tuple[int, int]] = {}
-        self._limit, self._filling = limit, dict[int, tuple[Any, int, int, int, int]]()
+        self._limit, self._filling = limit, dict[int, tuple[Any, int, int, int]]()
         self._channel, theirs = channel_pair()
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = listener.getsockname()[1]
@@ -63,14 +63,14 @@ class Node:
 
     def _hear(self, message: tuple[Any, ...]) -> None:
         match message:
-            case ("room", question, number, snapshot, rank, size):
+            case ("room", question, _, snapshot, rank, size):
                 if (snapshot, rank) in self.slots:
                     self.order("given", question, 0, "held")
                 elif size > self._limit:
                     self.order("given", question, 0, f"{size} bytes do not fit")
                 else:
                     fd = memory_file(b"")
-                    self._filling[question] = (snapshot, rank, fd, size, number)
+                    self._filling[question] = (snapshot, rank, fd, size)
                     self.order("given", question, size, "", fds=(os.dup(fd),))
             case ("give", question, snapshot, rank):
                 fd, size = self.slots.get((snapshot, rank), (-1, 0))
@@ -78,12 +78,8 @@ class Node:
                     "given", question, size, "it is not here" if fd < 0 else "", fds=(os.dup(fd),) if fd >= 0 else ()
                 )
             case ("received", question):
-                snapshot, rank, fd, size, _ = self._filling.pop(question)
+                snapshot, rank, fd, size = self._filling.pop(question)
                 self.slots[snapshot, rank] = (fd, size)
-            case ("done", number):
-                for snapshot, rank, fd, size, of in self._filling.values():
-                    if of == number:
-                        self.slots[snapshot, rank] = (fd, size)
         self.said.append(message)
 
     def hold(self, part: Part, data: bytes) -> None:

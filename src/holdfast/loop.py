@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from holdfast import signals
 
@@ -132,6 +132,38 @@ class Wakeup:
     def close(self) -> None:
         with self._lock:
             self._closer()
+
+
+class Mailbox(Generic[T]):
+    """From any thread to the one loop that takes and decides; readable when there is something to take."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: list[T] = []
+        self._is_closed = False
+        self._wakeup = Wakeup()
+
+    def fileno(self) -> int:
+        return self._wakeup.fileno()
+
+    def put(self, item: T) -> bool:
+        """False if the loop has ended."""
+        with self._lock:
+            if not self._is_closed:
+                self._items.append(item)
+                self._wakeup.wake()
+            return not self._is_closed
+
+    def take(self) -> list[T]:
+        """What was put since the last call, oldest first."""
+        with self._lock:
+            self._wakeup.clear()
+            items, self._items = self._items, []
+            return items
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
 
 
 _held: weakref.WeakSet[Any] = weakref.WeakSet()

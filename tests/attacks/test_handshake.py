@@ -19,7 +19,7 @@ from holdfast.rendezvous.membership.frames import encode
 from holdfast.rendezvous.membership.model import End, Ended, Expelled, Outcome, Stop
 from tests import support
 from tests.attacks.harness import MIB, at_most, check_plain, end, honest
-from tests.certificates import make_certificates
+from tests.certificates import Certificates
 from tests.coordinators import Caller, CoordinatorProcess, coordinator, form, node
 from tests.e2e.command import COMMAND, Holdfast
 from tests.promises import proves
@@ -138,18 +138,18 @@ def test_strangers_that_send_junk_do_not_fill_the_log(guarded: CoordinatorProces
     assert len(guarded.log) < 20_000, guarded.log[-2000:]
 
 
-def test_half_open_tls_connections_cost_little(tmp_path: Path) -> None:
+def test_half_open_tls_connections_cost_little(tmp_path: Path, certificates: Certificates) -> None:
     """At most 256 at a time, 0.1 MiB each. The nodes of the run do not notice, and a newcomer is let in."""
-    files = make_certificates(tmp_path)
+    files = ("--tls-cert", certificates.server_pem, "--tls-key", certificates.server_key)
     with (
-        coordinator(tmp_path, "--tls-cert", files.server_pem, "--tls-key", files.server_key) as server,
-        node(server.port, tls_ca=files.ca_pem) as a,
+        coordinator(tmp_path, *files) as server,
+        node(server.port, tls_ca=certificates.ca_pem) as a,
     ):
         form(a)
         with (
             at_most(server, 128 * MIB),
             strangers(server.port, 1000, b"\x16\x03\x01\x02\x00\x01"),
-            node(server.port, tls_ca=files.ca_pem) as b,
+            node(server.port, tls_ca=certificates.ca_pem) as b,
         ):
             time.sleep(2.0)
             b.join()

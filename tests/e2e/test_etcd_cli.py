@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from holdfast.rendezvous.etcd.keeper import keys_of
+from holdfast.rendezvous.etcd_server import EtcdServer
 from tests import support
-from tests.certificates import make_certificates
+from tests.certificates import Certificates
 from tests.e2e.command import Holdfast
 from tests.etcd_cluster import EtcdCluster
-from tests.guarded_etcd import etcd_with_tls, etcd_with_users
+from tests.guarded_etcd import etcd_with_users
 from tests.promises import promise, proves
 
 SCRIPT = "import os, sys; sys.stdout.write('{RANK} {WORLD_SIZE}\\n'.format(**os.environ))\n"
@@ -49,13 +49,12 @@ def test_several_endpoints_and_settings(holdfast: Holdfast, cluster: EtcdCluster
 
 
 @proves("etcd-runs.several-endpoints-users")
-def test_tls_options(holdfast: Holdfast, tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
-    with etcd_with_tls(made) as server:
-        files = ("--tls-cert", made.server_pem, "--tls-key", made.server_key)
-        ended = holdfast.run(*run_on(server.get_endpoint(), "--tls-ca", made.ca_pem, *files))
-        assert ended.code == 0, ended.err
-        refused = holdfast.run(*run_on(server.get_endpoint(), "--tls-ca", str(tmp_path / "other.pem"), *files))
+def test_tls_options(holdfast: Holdfast, secured_etcd: EtcdServer, certificates: Certificates) -> None:
+    endpoint = secured_etcd.get_endpoint()
+    files = ("--tls-cert", certificates.server_pem, "--tls-key", certificates.server_key)
+    ended = holdfast.run(*run_on(endpoint, "--tls-ca", certificates.ca_pem, *files))
+    assert ended.code == 0, ended.err
+    refused = holdfast.run(*run_on(endpoint, "--tls-ca", certificates.other_pem, *files))
     assert refused.code == 1
     assert "CERTIFICATE_VERIFY_FAILED" in refused.last
 

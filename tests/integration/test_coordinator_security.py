@@ -24,7 +24,7 @@ from holdfast.rendezvous.membership.model import Sealed, Settings, Stop
 from holdfast.rendezvous.membership.protocol import MAJOR
 from holdfast.rendezvous.settings import TlsFiles
 from tests import support
-from tests.certificates import Certificates, make_certificates
+from tests.certificates import Certificates
 from tests.coordinators import Caller, CoordinatorProcess, Peer, coordinator, coordinator_thread, form, listener, node
 from tests.promises import promise, proves
 from tests.relay import Relay
@@ -72,11 +72,6 @@ def only_complaint(server: CoordinatorProcess) -> str:
 @pytest.fixture
 def token_file(tmp_path: Path) -> str:
     return support.write_secret(tmp_path / "token", TOKEN + b"\n")
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.membership.protocol import MAJOR, MINOR
 from tests import support
 from tests.attacks.harness import check_plain
-from tests.certificates import Certificates, make_certificates
+from tests.certificates import Certificates
 from tests.coordinators import coordinator, listener, node
 from tests.e2e.command import clean_environment
 from tests.promises import promise, proves
@@ -155,11 +155,6 @@ def test_tokens(tmp_path: Path) -> None:
             assert found["coordinator"][0] == "ok"  # What can be checked without it is.
     assert examine("--token-file", mine, code=0)["token"][0] == "ok"
     assert TOKEN not in run("--token-file", mine, code=0, HOLDFAST_TOKEN=TOKEN)
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @proves("steering.endpoint-tells-apart-name")

@@ -38,8 +38,7 @@ from holdfast.rendezvous.membership.model import NodeFacts
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.rendezvous.settings import TlsFiles, read
 from tests import support
-from tests.certificates import Certificates, make_certificates
-from tests.guarded_etcd import etcd_with_tls
+from tests.certificates import Certificates
 from tests.promises import promise, proves
 from tests.relay import Relay
 
@@ -426,35 +425,20 @@ def test_shutting_down_does_not_wait_for_an_etcd_that_is_gone() -> None:
     support.wait_until(lambda: not own_threads(), "the end of all threads")
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
-def secured(certificates: Certificates) -> Iterator[EtcdServer]:
-    with etcd_with_tls(certificates) as server:
-        yield server
-
-
-@pytest.fixture
-def hidden(secured: EtcdServer, certificates: Certificates) -> Iterator[Place]:
-    files = TlsFiles(certificates.client_pem, certificates.client_key, certificates.ca_pem)
-    with secured.get_client(tls=files) as gateway:
-        yield Place(secured.get_endpoint(), gateway)
-
-
 @promise("""etcd-runs.agent-traffic-encrypted: Agent traffic is encrypted if the traffic to etcd is, unless
     `agent_tls=off`. A token keeps out agents that do not have it.""")
-def test_tls_to_etcd_and_between_agents(hidden: Place, certificates: Certificates) -> None:
+def test_tls_to_etcd_and_between_agents(secured_etcd: EtcdServer, certificates: Certificates) -> None:
     """One certificate for both, good for a server and for a client."""
-    files = {"tls_ca": certificates.ca_pem, "tls_cert": certificates.server_pem, "tls_key": certificates.server_key}
-    with hidden.node("2", **files) as a, hidden.node("2", **files) as b:
-        form(a, b)
-        leader = hidden.leader()
-        assert leader is not None
-        with socket.create_connection((leader.host, leader.port), 5) as stranger:
-            stranger.settimeout(0.5)
-            with pytest.raises(TimeoutError):
-                stranger.recv(1)  # A coordinator that speaks plainly would greet it.
-        close(a, b)
+    tls = TlsFiles(certificates.server_pem, certificates.server_key, certificates.ca_pem)
+    files = {f"tls_{name}": path for name, path in tls._asdict().items()}
+    with secured_etcd.get_client(tls=tls) as gateway:
+        place = Place(secured_etcd.get_endpoint(), gateway)
+        with place.node("2", **files) as a, place.node("2", **files) as b:
+            form(a, b)
+            leader = place.leader()
+            assert leader is not None
+            with socket.create_connection((leader.host, leader.port), 5) as stranger:
+                stranger.settimeout(0.5)
+                with pytest.raises(TimeoutError):
+                    stranger.recv(1)  # A coordinator that speaks plainly would greet it.
+            close(a, b)

@@ -33,10 +33,10 @@ from holdfast.rendezvous.etcd.gateway import (
 from holdfast.rendezvous.etcd_server import EtcdServer
 from holdfast.rendezvous.settings import TlsFiles
 from tests import support
-from tests.certificates import Certificates, make_certificates
+from tests.certificates import Certificates
 from tests.coordinators import Caller, listener
 from tests.etcd_cluster import EtcdCluster
-from tests.guarded_etcd import ROOT, call, etcd_with_tls, etcd_with_users, leader_of
+from tests.guarded_etcd import ROOT, call, etcd_with_users, leader_of
 from tests.promises import promise, proves
 from tests.relay import Relay
 
@@ -106,6 +106,34 @@ def test_keys(etcd_gateway: Gateway) -> None:
     with pytest.raises(EtcdRefused, match=r"too large|larger than max"):
         etcd_gateway.put(b"k", bytes(2 << 20))
     etcd_gateway.check_version()
+
+
+def test_no_part_of_a_request_has_more_time_than_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = 100.0, []
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+
+    class Slow(socket.socket):
+        def settimeout(self, value: float | None) -> None:
+            given.append(value)
+
+        def sendall(self, *_: Any) -> None:
+            nonlocal now
+            now += 1.0
+
+        def recv(self, *_: Any) -> bytes:
+            nonlocal now
+            now += 0.5
+            return b""
+
+    def connect(*_: Any) -> socket.socket:
+        nonlocal now
+        now += 2.0
+        return Slow()
+
+    monkeypatch.setattr(module.socket, "create_connection", connect)
+    with pytest.raises(Unavailable):
+        module._Member("host", ()).ask("/version", None, "", 104.0)
+    assert given == [2.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -422,17 +450,6 @@ def test_a_token_that_etcd_has_forgotten_is_renewed(locked: EtcdServer) -> None:
         assert gateway._token != "forgotten.1"
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make_certificates(tmp_path_factory.mktemp("certificates"))
-
-
-@pytest.fixture(scope="module")
-def secure(certificates: Certificates) -> Iterator[EtcdServer]:
-    with etcd_with_tls(certificates) as server:
-        yield server
-
-
 def own_files(certificates: Certificates, who: str, ca: str) -> TlsFiles:
     cert, key = (getattr(certificates, f"{who}_{name}") if who else "" for name in ("pem", "key"))
     return TlsFiles(cert, key, getattr(certificates, f"{ca}_pem") if ca else "")
@@ -454,10 +471,10 @@ def own_files(certificates: Certificates, who: str, ca: str) -> TlsFiles:
     ],
 )
 def test_certificates(
-    secure: EtcdServer, certificates: Certificates, scheme: str, who: str, ca: str, complaint: str | None
+    secured_etcd: EtcdServer, certificates: Certificates, scheme: str, who: str, ca: str, complaint: str | None
 ) -> None:
     files = own_files(certificates, who, ca)
-    with Gateway([scheme + secure.get_endpoint()], tls=files, request_timeout_s=2) as gateway:
+    with Gateway([scheme + secured_etcd.get_endpoint()], tls=files, request_timeout_s=2) as gateway:
         if complaint is None:
             gateway.put(b"k", b"v")
             assert gateway.get(b"k") == b"v"
@@ -478,7 +495,7 @@ def test_tls_where_there_is_none(etcd: EtcdServer, certificates: Certificates) -
 
 @promise("""etcd.renewed-certificates-used-run: Renewed certificates for etcd are used while a run is active. A
     half-finished renewal changes nothing.""")
-def test_certificates_are_renewed(secure: EtcdServer, certificates: Certificates, tmp_path: Path) -> None:
+def test_certificates_are_renewed(secured_etcd: EtcdServer, certificates: Certificates, tmp_path: Path) -> None:
     """They live for days where runs live for weeks."""
     mine = TlsFiles(*(str(tmp_path / name) for name in ("cert", "key", "ca")))
 
@@ -487,7 +504,7 @@ def test_certificates_are_renewed(secure: EtcdServer, certificates: Certificates
             shutil.copy(source, target)
 
     renew(own_files(certificates, "stranger", "other"))
-    with Gateway([secure.get_endpoint()], tls=mine) as gateway:
+    with Gateway([secured_etcd.get_endpoint()], tls=mine) as gateway:
         with pytest.raises(EtcdRefused, match="TLS: CERTIFICATE_VERIFY_FAILED"):
             gateway.put(b"k", b"v")
         renew(own_files(certificates, "client", "ca"))

@@ -140,7 +140,7 @@ def links(pid: int) -> list[str]:
 @proves("workers.preload-keep-next-run")
 def test_no_snapshot_of_the_earlier_run_is_left(tmp_path: Path) -> None:
     first = SpawnerLink.launch()
-    first.begin_snapshots(1 << 20, 0, 1, 1, [0], None, "")
+    first.order_of_snapshots("begin", 1 << 20, 0, 1, 1, [0], None, "")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         first.order_of_snapshots("peers", b"k" * 32, 0, "", None, "", fds=(os.dup(listener.fileno()),))
         address = listener.getsockname()
@@ -153,7 +153,7 @@ def test_no_snapshot_of_the_earlier_run_is_left(tmp_path: Path) -> None:
     assert not [each for each in links(first.pid) if "slot" in each]
     second = launch_or_take_early(MODULES)
     assert second.pid == first.pid
-    second.begin_snapshots(1 << 20, 0, 1, 1, [0], None, "")
+    second.order_of_snapshots("begin", 1 << 20, 0, 1, 1, [0], None, "")
     assert run(second, tmp_path, "SECOND", source=SNAPSHOT)[0] == "None\n"
     second.close()
 

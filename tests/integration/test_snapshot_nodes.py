@@ -24,7 +24,7 @@ import pytest
 from holdfast.errors import HostError
 from holdfast.observe import ask
 from tests import nodes, support
-from tests.certificates import make_certificates
+from tests.certificates import Certificates
 from tests.e2e import test_snapshot_runs as programs
 from tests.nodes import Scene
 from tests.promises import promise, proves
@@ -440,10 +440,9 @@ def test_snapshots_of_a_run_are_listed_and_exported(run: Training) -> None:
     "snapshots.export-copies: `holdfast snapshots --export` writes parts of other nodes' ranks as well, from copies on "
     "this host."
 )
-def test_an_agent_exports_the_copies_that_it_has(run: Training) -> None:
+def test_an_agent_exports_the_copies_that_it_has(run: Training, certificates: Certificates) -> None:
     """The copies came through TLS."""
-    made = make_certificates(run.home)
-    tls = ("--tls-cert", made.server_pem, "--tls-key", made.server_key, "--tls-ca", made.ca_pem)
+    tls = ("--tls-cert", certificates.server_pem, "--tls-key", certificates.server_key, "--tls-ca", certificates.ca_pem)
     for name in "ab":
         run.train_on(name, "2", "--nproc-per-node", "2", "--snapshot-copies", "1", *tls, last=2000)
     run.await_step(1, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -13,7 +14,7 @@ import pytest
 from holdfast.snapshots import frames, peer, transfer
 from holdfast.snapshots.frames import Part
 from tests import support
-from tests.certificates import make_certificates
+from tests.certificates import Certificates
 from tests.promises import promise, proves
 from tests.relay import Relay
 from tests.transfers import KEY, SNAPSHOT, memory_file, nodes
@@ -42,10 +43,9 @@ def test_a_part_is_fetched_and_a_copy_is_sent() -> None:
     "snapshots.tls: If the nodes have certificates, snapshots move through TLS: peers without TLS, with a certificate "
     "of another authority, or between two nodes get nothing."
 )
-def test_parts_go_through_tls(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
-    ours = (made.server_pem, made.server_key, made.ca_pem)
-    others = (made.stranger_pem, made.stranger_key, made.other_pem)
+def test_parts_go_through_tls(certificates: Certificates) -> None:
+    ours = (certificates.server_pem, certificates.server_key, certificates.ca_pem)
+    others = (certificates.stranger_pem, certificates.stranger_key, certificates.other_pem)
     with nodes({"tls": ours}, {"tls": ours}, {"tls": others}, {}) as (source, node, stranger, plain):
         source.hold(PART, DATA)
         wire = Relay(source.port)
@@ -58,6 +58,16 @@ def test_parts_go_through_tls(tmp_path: Path) -> None:
             each.order("fetch", 2, SNAPSHOT, 1, "127.0.0.1", source.port)
             each.await_said("failed", 2)
             assert each.data_of(PART) is None
+
+
+def test_a_certificate_of_this_node_that_is_gone_is_no_fault_of_the_peer(certificates: Certificates) -> None:
+    files = (certificates.server_pem, certificates.server_key, certificates.ca_pem)
+    gone = ("/gone.pem", *files[1:])
+    with nodes({"tls": files}, {"tls": gone}) as (source, node):
+        node.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", source.port)
+        assert node.await_said("failed", 1)[2].startswith(
+            f"the TLS certificate {gone[0]} with {gone[1]} cannot be used"
+        )
 
 
 @proves("snapshots.tls")
@@ -88,6 +98,24 @@ def test_a_peer_with_another_token_gets_nothing() -> None:
         other.order("send", 2, SNAPSHOT, 0, len(DATA), "127.0.0.1", one.port, fds=(memory_file(DATA),))
         other.await_said("failed", 2)
         assert {each[0] for each in one.said} == {"line"}
+
+
+def test_memory_that_cannot_be_had_is_no_fault_of_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spawner gets the slot back, and the words name the shortage and no node that cannot be reached."""
+
+    def fallocate(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with nodes({}, {}) as (one, other):
+        one.hold(PART, DATA)
+        monkeypatch.setattr(transfer.os, "posix_fallocate", fallocate)
+        problem = f"there is no memory for {len(DATA)} bytes: Cannot allocate memory"
+        other.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", one.port)
+        assert other.await_said("failed", 1)[2] == problem
+        one.order("send", 2, SNAPSHOT, 0, len(DATA), "127.0.0.1", other.port, fds=(memory_file(DATA),))
+        assert one.await_said("failed", 2)[2].endswith(f"refused: {problem}")
+        asked, dropped = ([each[1] for each in other.said if each[0] == kind] for kind in ("room", "dropped"))
+        assert asked == dropped == [0, 1]
 
 
 def test_a_source_that_is_not_there_is_named() -> None:

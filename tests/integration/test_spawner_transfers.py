@@ -31,18 +31,17 @@ class Node(Rounds):
         self.port = listener.getsockname()[1]
         self._peers = ("peers", key, bandwidth, directory, None)
         self._fd = listener.detach()
-        self._begin = self.link.begin_snapshots
         self._next: tuple[Any, list[int]] = (None, [])
-        self.link.begin_snapshots = self._begin_with  # type: ignore[method-assign]
         self._orders: list[tuple[Any, ...]] = []
 
-    def load_next(self, snapshot: Any, kind: str, argument: Any, ranks: list[int]) -> None:
-        self._next = (snapshot, ranks)
+    def load_next(self, snapshot: Any, kind: str, *argument: tuple[Any, ...]) -> None:
+        """Each part is what the spawner is told of it, its rank first."""
+        self._next = (snapshot, [rank for rank, *_ in argument])
         self._orders = [("transfer", 1, kind, snapshot, argument)]
 
-    def _begin_with(self, limit: int, term: int, round: int, world: int, of: list[int], *known: Any) -> None:
+    def order_begin(self, *round: Any) -> None:
         snapshot, ranks = self._next
-        self._begin(limit, term, round, world, of, *((snapshot, "", ranks) if snapshot else known))
+        super().order_begin(*round[:5], *((snapshot, "", ranks) if snapshot else round[5:]))
         if self._fd >= 0:
             self.link.order_of_snapshots(*self._peers, fds=(self._fd,))
             self._fd = -1
@@ -62,7 +61,7 @@ class Node(Rounds):
 
     @property
     def newest(self) -> Any:
-        return self.link.held[0][0]
+        return max(self.link.held)
 
     def connected_process(self) -> int | None:
         """The transfer process, once a peer is connected to it."""
@@ -93,9 +92,9 @@ SHOW_SHORT = "saved = snapshots.load()\nprint(saved.step, saved['value'][:2], le
 def test_a_rank_that_moves_is_fetched(nodes: list[Node]) -> None:
     one, other = nodes
     one.run(SAVE, 2)
-    other.load_next(one.newest, "fetch", [(1, "127.0.0.1", one.port)], [1])
+    other.load_next(one.newest, "fetch", (1, "127.0.0.1", one.port))
     assert other.run(SHOW_SHORT, 1, first=1, world=2) == [["5 ('of', 1) 3000000"]]
-    assert other.await_report("transferred", 1)[4] == []
+    assert other.await_report("transferred", 1)[3] == []
     assert other.steps() == [(5, [(1, 1)])]
     # Once it is there it is loaded from memory; the process of the other node is not needed any more.
     one.link.close()
@@ -106,7 +105,7 @@ def test_a_rank_that_moves_is_fetched(nodes: list[Node]) -> None:
 def test_a_source_that_fails_fails_the_load(nodes: list[Node]) -> None:
     one, other = nodes
     one.run(SAVE, 2)
-    other.load_next(one.newest, "fetch", [(0, "127.0.0.1", one.port), (1, "127.0.0.1", support.free_port())], [0, 1])
+    other.load_next(one.newest, "fetch", (0, "127.0.0.1", one.port), (1, "127.0.0.1", support.free_port()))
     lines = other.run("print(str(attempt(snapshots.load)))", 2)
     assert lines[0][0].startswith("Saved(step=5")
     assert "cannot be fetched: the node at 127.0.0.1" in lines[1][0]
@@ -118,7 +117,7 @@ def test_copies_count_and_stay_until_a_newer_step_is_complete(nodes: list[Node])
     one.run(SAVE, 1, world=2)
     other.run("save(5, 'mine')", 1, first=1, world=2)
     one.order(7, "send", one.newest, [("127.0.0.1", other.port)])
-    assert one.await_report("transferred", 7) == ("transferred", 7, "send", one.newest, [])
+    assert one.await_report("transferred", 7) == ("transferred", 7, one.newest, [])
     support.wait_until(lambda: other.link.reports() or other.steps() == [(5, [(0, 2)])], "the copy", 30)
     assert {(rank, is_own) for _, rank, _, is_own, _ in other.link.parts} == {(0, False), (1, True)}
     # The node of rank 0 is gone: its part is loaded from the copy.
@@ -126,9 +125,9 @@ def test_copies_count_and_stay_until_a_newer_step_is_complete(nodes: list[Node])
     older = other.newest
     other.run("save(9, 'newer')", 1, first=1, world=2)
     assert (5, [(0, 2)]) in other.steps()
-    other.link.order_of_snapshots("complete", 9, [other.newest[:3]])
+    other.link.order_of_snapshots("retain", [other.newest[:3]])
     other.run("pass", 1, first=1, world=2)
-    assert older not in [snapshot for snapshot, ranges in other.link.held if (0, 1) in ranges]
+    assert 0 not in other.link.held.get(older, [])
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_lost(nodes: list[Node]) -> None:
@@ -137,7 +136,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost(nodes: list[Node]) -> 
     other.limit = 1 << 20
     other.run("save(5, 'mine')", 1, first=1, world=2)
     one.order(7, "send", one.newest, [("127.0.0.1", other.port)])
-    [problem] = one.await_report("transferred", 7)[4]
+    [problem] = one.await_report("transferred", 7)[3]
     assert "--snapshot-memory" in problem
     assert other.steps() == [(5, [(1, 1)])]
 
@@ -147,9 +146,9 @@ def test_what_was_written_is_read_by_another_spawner(nodes: list[Node], tmp_path
     one, other = nodes
     one.run(SAVE, 2)
     one.order(1, "write", one.newest, (str(tmp_path / "disk"), True))
-    assert one.await_report("transferred", 1)[4] == []
+    assert one.await_report("transferred", 1)[3] == []
     assert sorted(os.listdir(tmp_path / "disk/step-5")) == [f"rank-{rank}-of-2.safetensors" for rank in (0, 1)]
-    other.load_next((0, 0, 5, 2, False), "read", [0, 1], [0, 1])
+    other.load_next((0, 0, 5, 2, False), "read", *((rank, str(tmp_path / "disk")) for rank in (0, 1)))
     assert other.run(SHOW_SHORT, 2) == [[f"5 ('of', {rank}) 3000000"] for rank in (0, 1)]
 
 
@@ -159,7 +158,7 @@ def test_a_part_on_disk_is_fetched_from_the_node_that_has_the_file(nodes: list[N
     one.run(SAVE, 1)
     one.order(1, "write", one.newest, (str(tmp_path / "disk"), False))
     one.await_report("transferred", 1)
-    other.load_next((0, 0, 5, 1, False), "fetch", [(0, "127.0.0.1", one.port)], [0])
+    other.load_next((0, 0, 5, 1, False), "fetch", (0, "127.0.0.1", one.port))
     assert other.run(SHOW_SHORT, 1) == [["5 ('of', 0) 3000000"]]
 
 
@@ -169,7 +168,7 @@ def test_one_part_of_a_replicated_snapshot_is_written_and_read(nodes: list[Node]
     one.order(1, "write", one.newest, (str(tmp_path / "disk"), True))
     one.await_report("transferred", 1)
     assert os.listdir(tmp_path / "disk/step-5") == ["rank-0-of-2.safetensors"]
-    other.load_next((0, 0, 5, 2, True), "read", [0], [0])
+    other.load_next((0, 0, 5, 2, True), "read", (0, str(tmp_path / "disk")))
     assert other.run(SHOW, 3) == [["(5, 2, 0, 'all')"]] * 3
 
 
@@ -186,13 +185,13 @@ def test_a_transfer_process_that_is_killed_is_replaced(tmp_path: Path, side: str
         one.order(7, "send", one.newest, [("127.0.0.1", other.port)])
         victim = one if side == "source" else other
         os.kill(support.wait_until(lambda: victim.connected_process(), "a connection", 30), signal.SIGKILL)
-        [problem] = one.await_report("transferred", 7)[4]
+        [problem] = one.await_report("transferred", 7)[3]
         assert ("the transfer process has ended" if side == "source" else "the node at 127.0.0.1") in problem
         other.run("pass", 1, first=1, world=2)
         assert other.steps() == [(5, [(1, 1)])]
         one.run("save(6, 'small')", 1, world=2)
         one.order(8, "send", one.newest, [("127.0.0.1", other.port)])
-        assert one.await_report("transferred", 8)[4] == []
+        assert one.await_report("transferred", 8)[3] == []
     finally:
         one.link.close()
         other.link.close()
@@ -202,7 +201,7 @@ def test_a_transfer_process_that_is_killed_is_replaced(tmp_path: Path, side: str
 def test_the_transfer_process_ends_with_its_spawner(nodes: list[Node]) -> None:
     one, other = nodes
     one.run(SAVE, 1)
-    other.load_next(one.newest, "fetch", [(0, "127.0.0.1", one.port)], [0])
+    other.load_next(one.newest, "fetch", (0, "127.0.0.1", one.port))
     other.run(SHOW_SHORT, 1)
     processes = [node.transfer_process() for node in nodes]
     assert all(process.nice() == min(19, psutil.Process().nice() + 10) for process in processes)
@@ -216,7 +215,7 @@ def test_the_transfer_process_ends_with_its_spawner(nodes: list[Node]) -> None:
 def test_a_slot_leaves_no_memory_behind_when_it_is_dropped(nodes: list[Node]) -> None:
     one, other = nodes
     one.run(SAVE, 1)
-    other.load_next(one.newest, "fetch", [(0, "127.0.0.1", one.port)], [0])
+    other.load_next(one.newest, "fetch", (0, "127.0.0.1", one.port))
     other.run(SHOW_SHORT, 1)
     for node in nodes:
         links = [os.readlink(each) for each in Path(f"/proc/{node.transfer_process().pid}/fd").iterdir()]

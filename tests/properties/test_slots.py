@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from holdfast.snapshots.slots import COPY, FETCHED, Action, Ledger, Snapshot, ranges_of
-from tests.promises import promise
+from tests.promises import promise, proves
 
 LIMIT = 40 << 10
 RANKS = st.integers(0, 3)
@@ -37,8 +38,7 @@ class Slots(RuleBasedStateMachine):
                     self.capacity[slot], self.content[slot] = size, None
                 case ("drop", slot):
                     del self.capacity[slot], self.content[slot]
-                case ("give", rank, _, slot, size):
-                    assert self.capacity[slot] == size
+                case ("give", rank, _, slot):
                     assert all(other == rank or held != slot for other, held in self.given.items())
                     self.given[rank], self.content[slot] = slot, None
                 case ("found", _, _, slot, snapshot, _):
@@ -53,13 +53,13 @@ class Slots(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3), first=RANKS, pick=st.none() | st.integers(0, 5))
     def begin(self, count: int, first: int, pick: int | None) -> None:
-        held = [snapshot for snapshot, _ in self.ledger.held()]
+        held = [*self.ledger.held()]
         chosen = held[pick % len(held)] if held and pick is not None else None
         self.base = chosen or self.common or self.base
         self.round, self.common = self.round + 1, None
         self.given, self.receiving, self.committed = {}, [], {}
         self.do(self.ledger.begin(1, self.round, 4, range(first, first + count), chosen))
-        assert chosen is None or all(snapshot <= chosen for snapshot, _ in self.ledger.held())
+        assert chosen is None or all(snapshot <= chosen for snapshot in self.ledger.held())
 
     @rule(rank=RANKS, size=SIZES)
     def want(self, rank: int, size: int) -> None:
@@ -104,7 +104,7 @@ class Slots(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 5), is_pinned=st.booleans())
     def pin(self, pick: int, is_pinned: bool) -> None:
-        held = [snapshot for snapshot, _ in self.ledger.held()]
+        held = [*self.ledger.held()]
         if held and is_pinned:
             self.ledger.pin(held[pick % len(held)], "agreed")
         elif held:
@@ -124,8 +124,8 @@ class Slots(RuleBasedStateMachine):
     @invariant()
     def held_is_what_the_files_have(self) -> None:
         parts = {each for each in self.content.values() if each is not None}
-        for snapshot, ranges in self.ledger.held():
-            for rank in (first + more for first, count in ranges for more in range(count)):
+        for snapshot, ranks in self.ledger.held().items():
+            for rank in ranks:
                 slot = self.ledger.find(snapshot, rank)
                 assert slot is not None
                 assert self.content[slot.number] == (snapshot, rank)
@@ -138,7 +138,7 @@ class Slots(RuleBasedStateMachine):
             if self.common is not None and not self.common[4]:
                 assert self.ledger.find(self.common, rank) is not None
         if self.common is not None:
-            assert any(snapshot == self.common for snapshot, _ in self.ledger.held())
+            assert self.common in self.ledger.held()
 
 
 class TestSlots(Slots.TestCase):  # type: ignore[valid-type]
@@ -162,7 +162,7 @@ def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
     committed, given = ledger.commit(1, 7, other, 6, 100)
     assert committed == ("committed", 1, 7)
     assert given[:3] == ("give", 0, 5)
-    assert ledger.held()[0] == ((1, 1, 6, 2, False), [(0, 2)])
+    assert next(iter(ledger.held().items())) == ((1, 1, 6, 2, False), {0, 1})
 
 
 @promise(
@@ -233,6 +233,45 @@ def test_a_replicated_snapshot_is_common_as_soon_as_one_rank_has_it() -> None:
         assert ledger.newest == (1, 1, step, 2, True)
     ledger.begin(1, 2, 3, [0, 1, 2], (1, 1, 3, 2, True))
     assert ledger.load(2, 1, 2)[0][0] == "found"
+
+
+@pytest.mark.parametrize(
+    ("given", "step", "size", "words"),
+    [
+        (0, 8, 10, ""),
+        (0, 8, 1 << 40, "has 8192 bytes, not 1099511627776"),
+        (0, 8, -1, "has 8192 bytes, not -1"),
+        (0, -1, 10, "-1 is not a step"),
+        (0, 1 << 60, 10, f"{1 << 60} is not a step"),
+        (0, 7, 10, "step 7 is not above step 7, which rank 1 has saved in this round"),
+        (0, 6, 10, "step 6 is not above step 7, which rank 1 has saved in this round"),
+        (1, 8, 10, "slot 4 was not given to rank 1"),
+        (-2, 8, 10, "slot 1 was not given to rank 1"),  # It has what the rank has saved.
+        (-1, 8, 10, "slot 2 was not given to rank 1"),  # It is another rank's.
+    ],
+)
+@proves("snapshots.lies-harm-own-rank")
+def test_nonsense_is_refused(given: int, step: int, size: int, words: str) -> None:
+    ledger = Ledger(1 << 20)
+    ledger.begin(1, 1, 2, [0, 1], None)
+    for rank in (1, 0):
+        ledger.commit(rank, 2, ledger.want(rank, 1, 5000)[-1][3], 7, 10)
+    slot = ledger.want(1, 3, 5000)[-1][3]
+    answer, *_ = ledger.commit(1, 4, slot + given, step, size)
+    assert answer == ("refuse", 1, 4, answer[3]) if words else answer == ("committed", 1, 4)
+    assert not words or words in answer[3]
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(-5, "a slot cannot have -5 bytes"), (0, "a slot cannot have 0 bytes"), (1 << 62, "do not fit")],
+)
+def test_no_slot_has_such_a_size(size: int, words: str) -> None:
+    ledger = Ledger(1 << 20)
+    ledger.begin(1, 1, 1, [0], None)
+    [(kind, *_, text)] = ledger.want(0, 1, size)
+    assert kind == "refuse"
+    assert words in text
 
 
 def test_ranges_of_ranks() -> None:

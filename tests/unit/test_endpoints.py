@@ -74,43 +74,30 @@ def test_endpoint(endpoint: str | None, expected: tuple[str, int] | str) -> None
     `holdfast dashboard --addr`, `holdfast coordinator --listen`) is `HOST:PORT`, `:PORT` or `PORT`, and without a host
     it is 127.0.0.1.""")
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "default_port", "expected"),
     [
-        ("9400", ("127.0.0.1", 9400)),
-        (" :9400 ", ("127.0.0.1", 9400)),
-        ("0", ("127.0.0.1", 0)),
-        ("node1:9400", ("node1", 9400)),
-        ("[::1]:9400", ("::1", 9400)),
-        ("0.0.0.0:9400", ("0.0.0.0", 9400)),
-        *((text, None) for text in ("", "x", "node1", "node1:", "node1:x", "1:65536")),
-        *((text, None) for text in ("::1", "::1:9400", "a/b:1", "a..b:1")),
+        ("9400", None, ("127.0.0.1", 9400)),
+        (" :9400 ", None, ("127.0.0.1", 9400)),
+        ("0", None, ("127.0.0.1", 0)),
+        ("node1:9400", None, ("node1", 9400)),
+        ("[::1]:9400", None, ("::1", 9400)),
+        ("0.0.0.0:9400", None, ("0.0.0.0", 9400)),
+        *((text, None, None) for text in ("", "x", "node1", "node1:", "node1:x", "1:65536")),
+        *((text, None, None) for text in ("::1", "::1:9400", "a/b:1", "a..b:1")),
+        ("node1", 7, ("node1", 7)),
+        ("10.0.0.1", 7, ("10.0.0.1", 7)),
+        ("[::1]", 7, ("::1", 7)),
+        ("9400", 7, ("127.0.0.1", 9400)),
+        ("node1:9400", 7, ("node1", 9400)),
+        *((text, 7, None) for text in ("", "::1", "node1:", "node1:x", "[::1", "a b")),
     ],
 )  # fmt: skip
-def test_address(text: str, expected: tuple[str, int] | None) -> None:
+def test_address(text: str, default_port: int | None, expected: tuple[str, int] | None) -> None:
     if expected is not None:
-        assert parse_address(text) == expected
+        assert parse_address(text, default_port) == expected
         return
     with pytest.raises(UserError, match=re.escape(repr(text))):
-        parse_address(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("node1", ("node1", 7)),
-        ("10.0.0.1", ("10.0.0.1", 7)),
-        ("[::1]", ("::1", 7)),
-        ("9400", ("127.0.0.1", 9400)),
-        ("node1:9400", ("node1", 9400)),
-        *((text, None) for text in ("", "::1", "node1:", "node1:x", "[::1", "a b")),
-    ],
-)
-def test_an_address_whose_port_may_be_left_out(text: str, expected: tuple[str, int] | None) -> None:
-    if expected is not None:
-        assert parse_address(text, 7) == expected
-        return
-    with pytest.raises(UserError, match=re.escape(repr(text))):
-        parse_address(text, 7)
+        parse_address(text, default_port)
 
 
 def test_a_name_that_does_not_resolve() -> None:

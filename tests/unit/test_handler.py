@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -47,6 +48,22 @@ def test_the_others_hear_that_a_node_leaves(is_for_all_nodes: bool, monkeypatch:
     assert posted == ([] if is_for_all_nodes else [Leaving()])
     made.left()
     assert posted == [Leaving(), Left()]
+
+
+def test_snapshots_are_served_behind_an_address_that_no_interface_has(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t" * 32)
+    (tmp_path / "token").chmod(0o600)
+    there = {"local_addr": "192.0.2.1", "token_file": str(tmp_path / "token")}
+    made = handler.create_tcp_handler(RendezvousParameters("tcp", "node1:29400", "job7", 2, 2, **there))  # type: ignore[arg-type]
+    made.has_snapshots, made._held_at = True, "192.0.2.1"
+    # Without a port it can still fetch from others, with the same key.
+    fd, key = made.snapshot_listener()
+    made._listen_for_snapshots()
+    listening_fd, same_key = made.snapshot_listener()
+    assert (fd, key) == (-1, same_key)
+    os.close(listening_fd)
+    with socket.create_connection(("127.0.0.1", made.snapshot_port), 10):
+        made.shutdown()
 
 
 @proves("nodes.script-content-warns-once")

@@ -20,11 +20,11 @@ class Link:
     """In place of the link to a spawner: what was ordered, and what it has said."""
 
     def __init__(self) -> None:
-        self.held = [((1, 2, 9, 4, False), [(2, 2)])]
+        self.held = {(1, 2, 9, 4, False): [3, 2]}
         self.common_step, self.common_at, self.snapshot_bytes = 9, 0.0, 4096
         self.orders: list[tuple[Any, ...]] = []
 
-    def begin_snapshots(self, *order: Any) -> None:
+    def order_of_snapshots(self, *order: Any) -> None:
         self.orders.append(order)
 
 
@@ -44,14 +44,14 @@ def test_the_smallest_limit_counts(group: MemoryKills | None, expected: int, mon
     monkeypatch.setattr(snapshots.oom, "memory_killer_counter", lambda: group)
     assert snapshots.memory_bytes() == expected
     _, link = begin(None, Place(1, 3, 1, 2))
-    assert link.orders[0][0] == expected // 4
+    assert link.orders[0][1] == expected // 4
 
 
 def test_the_spawner_hears_of_the_round_and_what_it_loads() -> None:
     _, link = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(STEP_9)))
-    assert link.orders == [(1000, 1, 3, 4, [2, 3], (1, 2, 9, 4, False), "")]
+    assert link.orders == [("begin", 1000, 1, 3, 4, [2, 3], (1, 2, 9, 4, False), "")]
     _, link = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(None, problem="no node has rank 1 of step 9")))
-    assert link.orders == [(1000, 1, 3, 4, [2, 3], None, "no node has rank 1 of step 9")]
+    assert link.orders == [("begin", 1000, 1, 3, 4, [2, 3], None, "no node has rank 1 of step 9")]
     _, link = begin(0, Place(1, 3, 1, 2, chosen=Chosen(STEP_9)))
     assert link.orders == []
 

@@ -39,7 +39,7 @@ def write(
 def listed(directory: Path) -> tuple[list[tuple[int, int]], list[str]]:
     lines: list[str] = []
     found = disk.found_in(str(directory), lines.append)
-    return [(each.part.snapshot[2], each.part.rank) for each in found], lines
+    return [(each.part.snapshot[2], each.part.rank) for files in found.values() for each in files], lines
 
 
 def test_a_file_says_what_it_is_and_opens_with_the_library(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_file_says_what_it_is_and_opens_with_the_library(tmp_path: Path) -> No
     path = write(tmp_path, 7, 1, data=b"abc", replicated=True)
     assert path == f"{tmp_path}/step-7/rank-1-of-2.safetensors"
     assert os.listdir(tmp_path / "step-7") == ["rank-1-of-2.safetensors"]
-    [found] = disk.found_in(str(tmp_path), pytest.fail)
+    [[found]] = disk.found_in(str(tmp_path), pytest.fail).values()
     assert found.part == Part((0, 0, 7, 2, True), 1, os.path.getsize(path))
     fd, size = disk.open_part(str(tmp_path), found.part)
     assert os.pread(fd, size, 0).endswith(b"abc")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UserError
-from holdfast.rendezvous.tls import ReloadingTls
+from holdfast.tls import ReloadingTls
 from tests import support
 from tests.certificates import Certificates, make_certificates, openssl
 from tests.promises import proves

@@ -12,11 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast import escape, loop
+from holdfast.agent.snapshots import plain
 from holdfast.errors import UserError
-from holdfast.frozen import changed, fields_of
+from holdfast.frozen import changed
 from holdfast.log import Logger
 from holdfast.rendezvous.membership.model import Agreed, Chosen, Complete, KeepFrom, Place, SavedSteps, SnapshotOrder
 from holdfast.signals import SignalException
@@ -29,13 +30,12 @@ if TYPE_CHECKING:
     from holdfast.process.spawner.wire import Message
     from holdfast.rendezvous.coordination import Coordination
 
+Then = Callable[[Snapshot | None, list[str]], None]  # What follows on an order: of which snapshot, and the problems.
+
 logger = Logger(__name__)
 
 _AT_THE_END = 2  # Nodes may be one step apart: what the others have is the newest step of this one, or the one before.
-
-
 _LAST_MOMENT_S = 0.5  # After the grace period, to hear of files that were written in it.
-_WRITTEN = "written"
 _DISK_LIMIT_S = 10.0  # For the directory to answer, which may be on a mount that is dead.
 
 
@@ -82,9 +82,9 @@ class SnapshotTransfers:
         self._kept: Snapshot | None = None  # In this round, because the run has asked for it.
         self._agreed: Snapshot | None = None  # The last one that all nodes keep, and the last that all have stored.
         self._complete: tuple[int, int, int] | None = None
-        self._storing: dict[int, str] = {}  # Orders for the agreed step, and what each is.
-        self._awaited: dict[int, Callable[[list[str]], None]] = {}  # Other orders.
-        self._last_files: set[int] = set()  # Orders that write the last files.
+        self._awaited: dict[int, Then] = {}  # Orders that have not ended.
+        self._storing: set[int] = set()  # Those for the agreed step of this round.
+        self._last_files: set[int] = set()  # Those that write the last files.
         self._written: set[Snapshot] = set()
         self._on_disk: dict[Snapshot, list[disk.Found]] = {}
         self._has_looked = False
@@ -105,10 +105,10 @@ class SnapshotTransfers:
         """In the thread. The directory is made if it is not there at the first look."""
         if not self._has_looked:
             os.makedirs(self._directory, exist_ok=True)
-        return self._found(self._say_once)
+        return disk.found_in(self._directory, self._say_once)
 
-    def end_listing(self) -> dict[Snapshot, list[tuple[int, int]]]:
-        """The snapshots in the directory, with ranges of ranks."""
+    def end_listing(self) -> dict[Snapshot, list[int]]:
+        """The snapshots in the directory, with their ranks."""
         listing = self._listing
         assert listing is not None
         self._on_disk = listing.found if listing.has_ended else {}
@@ -120,13 +120,7 @@ class SnapshotTransfers:
         if problem:
             logger.warning("--snapshot-dir %s: %s", self._directory, problem)
         self._has_looked = True
-        return {snapshot: ranges_of(each.part.rank for each in files) for snapshot, files in self._on_disk.items()}
-
-    def _found(self, say: Callable[[str], None]) -> dict[Snapshot, list[disk.Found]]:
-        found: dict[Snapshot, list[disk.Found]] = {}
-        for each in disk.found_in(self._directory, say):
-            found.setdefault(each.part.snapshot, []).append(each)
-        return found
+        return {snapshot: [each.part.rank for each in files] for snapshot, files in self._on_disk.items()}
 
     def _say_once(self, line: str) -> None:
         if line not in self._lines:
@@ -155,55 +149,45 @@ class SnapshotTransfers:
 
     # A round.
 
-    def begin(self, link: SpawnerLink, run: Coordination, place: Place, ranks: Sequence[int]) -> list[int]:
-        """Before the spawner hears of the round. Returns the ranks whose parts are about to come."""
-        self._link, self._run = link, run
-        self._place, self._ranks = place, ranks
-        self._steps, self._kept, self._storing = SavedSteps(complete=self._complete), None, {}
+    def begin(
+        self, link: SpawnerLink, run: Coordination, place: Place, ranks: Sequence[int], begin: tuple[Any, ...]
+    ) -> None:
+        """`begin` tells the spawner of the round, but for the ranks whose parts are about to come."""
+        self._place = place
+        self._steps, self._kept, self._storing = SavedSteps(complete=self._complete), None, set()
         self._leave_later_steps(place.chosen)
-        fetched, read = parts_to_get(place.chosen, ranks, self._files_of(place.chosen))
-        return [*(rank for rank, _, _ in fetched), *read]
+        snapshot = place.chosen and plain(place.chosen.snapshot)
+        files = {each.part.rank for each in self._on_disk.get(snapshot, [])} if snapshot else set()
+        fetched, read = parts_to_get(place.chosen, ranks, files)
+        link.order_of_snapshots(*begin, [*(rank for rank, _, _ in fetched), *read])
+        self.attach(link, run)
+        if not snapshot:
+            return
+        for kind, parts in (("fetch", fetched), ("read", [(rank, self._directory) for rank in read])):
+            if parts:
+                self._order(kind, snapshot, parts, self._say_what_came)
+        if not any(snapshot[:2]):  # All nodes have it, though a directory of their own may not show that.
+            self._retain()
+            link.order_of_snapshots("complete", snapshot[2])
 
     def attach(self, link: SpawnerLink, run: Coordination) -> None:
         """Have this spawner ready to move slots."""
         self._link, self._run = link, run
         if link.has_peers:
             return
-        found = run.snapshot_listener()
-        fds, key = ((found[0],), found[1]) if found is not None else ((), b"")
+        fd, key = run.snapshot_listener()
+        fds = (fd,) if fd >= 0 else ()
         link.order_of_snapshots("peers", key, self._bandwidth, self._directory, run.tls_files, self._run_id, fds=fds)
         link.has_peers, link.hear_of_snapshots = True, self.hear
 
-    def order_parts(self) -> None:
-        """After that."""
-        assert self._link is not None
-        assert self._run is not None
-        self.attach(self._link, self._run)
-        chosen = self._place.chosen
-        fetched, read = parts_to_get(chosen, self._ranks, self._files_of(chosen))
-        if chosen is not None and chosen.snapshot is not None:
-            snapshot = plain(chosen)
-            for kind, argument in (("fetch", fetched), ("read", read)):
-                if argument:
-                    self._order(kind, snapshot, argument, self._say_what_came)
-            if not any(snapshot[:2]):  # All nodes have it, though a directory of their own may not show that.
-                self._link.order_of_snapshots("complete", snapshot[2], self._retained())
-
-    def _files_of(self, chosen: Chosen | None) -> set[int]:
-        files = self._on_disk.get(plain(chosen), []) if chosen is not None and chosen.snapshot is not None else []
-        return {each.part.rank for each in files}
-
-    def _say_what_came(self, problems: list[str]) -> None:
+    def _say_what_came(self, snapshot: Snapshot | None, problems: list[str]) -> None:
         for problem in problems:
             logger.warning("a part of the snapshot to load cannot be had: %s", problem)
 
-    def _order(
-        self, kind: str, snapshot: Snapshot, argument: object, then: Callable[[list[str]], None] | None = None
-    ) -> int:
+    def _order(self, kind: str, snapshot: Snapshot, argument: object, then: Then) -> int:
         assert self._link is not None
         number = next(self._numbers)
-        if then is not None:
-            self._awaited[number] = then
+        self._awaited[number] = then
         self._link.order_of_snapshots("transfer", number, kind, snapshot, argument)
         return number
 
@@ -217,35 +201,57 @@ class SnapshotTransfers:
             case KeepFrom(_, step):
                 if self._kept is None or self._kept[2] < step:
                     self._kept = None
-                    self._link.order_of_snapshots("keep", step, self._retained())
+                    self._retain()
+                    self._link.order_of_snapshots("keep", step)
             case Agreed(_, step, to_disk):
                 self._store(step, to_disk)
             case Complete(_, saved):
                 if self._complete is None or saved > self._complete:
                     self._complete = saved
-                    self._link.order_of_snapshots("complete", saved[2], self._retained())
+                    self._retain()
+                    self._link.order_of_snapshots("complete", saved[2])
                     self._tell(changed(self._steps, complete=saved))
 
-    def _retained(self) -> list[tuple[int, int, int]]:
-        """What must not go: the last complete step, and newer ones that were agreed or are kept."""
+    def _retain(self) -> None:
+        """Let all go that was kept, but for the last complete step, and newer ones that were agreed or are kept."""
+        assert self._link is not None
         oldest = self._complete or (0, 0, 0)
         known = [each[:3] for each in (self._agreed, self._kept) if each is not None]
-        return [oldest, *(each for each in known if each > oldest)]
+        self._link.order_of_snapshots("retain", [oldest, *(each for each in known if each > oldest)])
 
     def _store(self, step: int, to_disk: bool) -> None:
         if self._agreed is not None and self._agreed == self._kept:
             return
-        if self._kept is None or self._kept[2] != step or self._link is None:
+        if self._kept is None or self._kept[2] != step:
             self._tell(changed(self._steps, failed=step))
             return
-        self._agreed, self._storing = self._kept, {}
-        self._link.order_of_snapshots("retain", self._retained())
+        self._agreed, self._storing = self._kept, set()
+        self._retain()
         if self._place.copy_to:
-            self._storing[self._order("send", self._kept, self._place.copy_to)] = "copied to another node"
+            self._begin_store("send", self._place.copy_to, "copied to another node")
         if to_disk and self._directory:
-            self._storing[self._order("write", self._kept, (self._directory, False))] = _WRITTEN
+            self._begin_store("write", (self._directory, False), "written")
         if not self._storing:
             self._tell(changed(self._steps, stored=step))
+
+    def _begin_store(self, kind: str, argument: object, what: str) -> None:
+        def then(snapshot: Snapshot | None, problems: list[str]) -> None:
+            assert snapshot is not None
+            if kind == "write" and not problems:
+                self._written.add(snapshot)
+            if number not in self._storing:  # Of an earlier round, or after a failure.
+                return
+            self._storing.remove(number)
+            if problems:
+                self._storing = set()
+                logger.warning("step %d cannot be %s: %s", snapshot[2], what, problems[0])
+                self._tell(changed(self._steps, failed=snapshot[2]))
+            elif not self._storing:
+                self._tell(changed(self._steps, stored=snapshot[2]))
+
+        assert self._kept is not None
+        number = self._order(kind, self._kept, argument, then)
+        self._storing.add(number)
 
     def _tell(self, steps: SavedSteps) -> None:
         if steps != self._steps and self._run is not None and self._place.agrees_on_steps:
@@ -260,24 +266,10 @@ class SnapshotTransfers:
             case ("kept_step", snapshot) if snapshot[:2] == (self._place.term, self._place.round):
                 self._kept = snapshot
                 self._tell(changed(self._steps, kept=snapshot[2]))
-            case ("transferred", number, _, snapshot, problems):
-                if number in self._last_files:
-                    self._last_files.remove(number)
-                    self._end_last_file(snapshot, problems)
-                elif number in self._awaited:
-                    self._awaited.pop(number)(problems)
-                elif number in self._storing:
-                    self._end_store(self._storing.pop(number), snapshot, problems)
-
-    def _end_store(self, what: str, snapshot: Snapshot, problems: list[str]) -> None:
-        if what == _WRITTEN and not problems:
-            self._written.add(snapshot)
-        if problems:
-            self._storing = {}
-            logger.warning("step %d cannot be %s: %s", snapshot[2], what, problems[0])
-            self._tell(changed(self._steps, failed=snapshot[2]))
-        elif not self._storing:
-            self._tell(changed(self._steps, stored=snapshot[2]))
+            case ("transferred", number, snapshot, problems):
+                self._last_files.discard(number)
+                if number in self._awaited:
+                    self._awaited.pop(number)(snapshot, problems)
 
     # The end of the run.
 
@@ -288,6 +280,7 @@ class SnapshotTransfers:
             return
         numbers = [next(self._numbers) for _ in range(_AT_THE_END)]
         self._last_files.update(numbers)
+        self._awaited.update(dict.fromkeys(numbers, self._end_last_file))
         self._link.order_of_snapshots("last", numbers, self._directory, [*self._written])
 
     def _end_last_file(self, snapshot: Snapshot | None, problems: list[str]) -> None:
@@ -311,23 +304,15 @@ class SnapshotTransfers:
 
     def export(self, snapshot: Snapshot, directory: str, then: Callable[[list[str]], None]) -> None:
         """With the copies of other nodes' parts that are here."""
-        self._order("write", snapshot, (directory, True), then)
+        self._order("write", snapshot, (directory, True), lambda _, problems: then(problems))
 
     def told(self) -> list[HeldParts]:
         """What is in the directory. Any thread may ask."""
         if not self._directory:
             return []
         with contextlib.suppress(OSError):
-            found = self._found(lambda line: None)
-            return [parts_on_disk(snapshot, files, time.time()) for snapshot, files in found.items()]
+            return parts_on_disk(self._directory, time.time(), lambda line: None)
         return []
-
-
-def plain(chosen: Chosen) -> Snapshot:
-    """The chosen snapshot as the spawner knows it."""
-    assert chosen.snapshot is not None
-    term, round, step, world_size, is_replicated = fields_of(chosen.snapshot).values()
-    return term, round, step, world_size, is_replicated
 
 
 def parts_to_get(
@@ -363,8 +348,11 @@ def parts_in_memory(parts: Sequence[tuple[Snapshot, int, int, bool, float]], now
     return made
 
 
-def parts_on_disk(snapshot: Snapshot, files: Sequence[disk.Found], now: float) -> HeldParts:
+def parts_on_disk(directory: str, now: float, say: Callable[[str], None]) -> list[HeldParts]:
     """`now` is the wall clock."""
-    age_s = max(0.0, now - max(each.written_at for each in files))
-    ranks, size = tuple(ranges_of(each.part.rank for each in files)), sum(each.part.bytes for each in files)
-    return HeldParts(*snapshot, ranks, size, round(age_s, 3), "disk")
+    made = []
+    for snapshot, files in disk.found_in(directory, say).items():
+        age_s = max(0.0, now - max(each.written_at for each in files))
+        ranks, size = tuple(ranges_of(each.part.rank for each in files)), sum(each.part.bytes for each in files)
+        made.append(HeldParts(*snapshot, ranks, size, round(age_s, 3), "disk"))
+    return made

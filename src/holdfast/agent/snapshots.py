@@ -11,8 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from holdfast.failures import oom
-from holdfast.frozen import fields_of
-from holdfast.rendezvous.membership.model import Held, Place, SnapshotId
+from holdfast.rendezvous.membership.model import Chosen, Held, Place, SnapshotId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,23 +59,17 @@ class NodeSnapshots:
             return
         if self._limit_bytes is None:
             self._limit_bytes = memory_bytes() // _SHARE
-        chosen, ranks = place.chosen, [worker.global_rank for worker in workers]
-        snapshot = chosen.snapshot if chosen is not None else None
+        chosen, ranks = place.chosen or Chosen(None), [worker.global_rank for worker in workers]
+        snapshot = plain(chosen.snapshot)
         if snapshot is not None:
-            self.steps_lost = (self.steps_lost or 0) + max(0, (reached or 0) - snapshot.step)
+            self.steps_lost = (self.steps_lost or 0) + max(0, (reached or 0) - snapshot[2])
         world_size = next((worker.world_size for worker in workers), 0)
-        known = (*fields_of(snapshot).values(),) if snapshot is not None else None
-        problem = chosen.problem if chosen is not None else ""
-        round = (place.term, place.round, world_size, ranks, known, problem)
-        if self._run is None or not self._can_move(place, self._run):
-            link.begin_snapshots(self._limit_bytes, *round)
-            return
-        coming = self.transfers.begin(link, self._run, place, ranks)
-        link.begin_snapshots(self._limit_bytes, *round, coming)
-        self.transfers.order_parts()
-
-    def _can_move(self, place: Place, run: Coordination) -> bool:
-        return bool(self._directory or self._made or run.snapshot_port or place.agrees_on_steps)
+        begin = ("begin", self._limit_bytes, place.term, place.round, world_size, ranks, snapshot, chosen.problem)
+        run = self._run
+        if run is not None and (self._directory or self._made or run.snapshot_port or place.agrees_on_steps):
+            self.transfers.begin(link, run, place, ranks, begin)
+        else:
+            link.order_of_snapshots(*begin)
 
     @property
     def transfers(self) -> SnapshotTransfers:
@@ -97,10 +90,14 @@ class NodeSnapshots:
         if self._limit_bytes == 0:
             return
         run.has_snapshots = True
-        held = {tuple(snapshot): [*ranks] for snapshot, ranks in self._link.held} if self._link is not None else {}
+        held = self._link.held if self._link is not None else {}
         for snapshot, ranks in (self.transfers.end_listing() if listing is not None else {}).items():
-            held[snapshot] = held.get(snapshot, []) + ranks
-        run.held = tuple(Held(SnapshotId(*key), tuple(map(tuple, ranks))) for key, ranks in held.items())
+            held.setdefault(snapshot, []).extend(ranks)
+        run.held = ()
+        if held:
+            from holdfast.snapshots.slots import ranges_of
+
+            run.held = tuple(Held(SnapshotId(*key), tuple(ranges_of({*ranks}))) for key, ranks in held.items())
 
     def begin_last_files(self) -> None:
         """The run ends, or this node leaves it: have its newest steps written, if there is a directory for them."""
@@ -117,8 +114,7 @@ class NodeSnapshots:
         if self._link is None or self._run is None:
             then(["this node has no snapshots"])
             return
-        if not self._link.has_peers:
-            self.transfers.attach(self._link, self._run)
+        self.transfers.attach(self._link, self._run)
         self.transfers.export(snapshot, directory, then)
 
     def told(self) -> SnapshotList:
@@ -140,6 +136,11 @@ class NodeSnapshots:
 
         age_s = None if link.common_step is None else round(max(0.0, time.monotonic() - link.common_at), 3)
         return SnapshotStatus(link.common_step, age_s, link.snapshot_bytes, self._limit_bytes or 0, self.steps_lost)
+
+
+def plain(snapshot: SnapshotId | None) -> Snapshot | None:
+    """The snapshot as the spawner knows it."""
+    return None if snapshot is None else (*snapshot.order, snapshot.world_size, snapshot.is_replicated)
 
 
 def memory_bytes() -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from holdfast import escape
+from holdfast.agent.snapshot_transfers import parts_on_disk
 from holdfast.cli import console, runs
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HostError, UserError
@@ -57,8 +58,8 @@ def _show(args: argparse.Namespace) -> str:
     if args.dir is not None:
         if args.export is not None or runs.name_in(args):
             raise UserError("--dir is for a directory; leave out RUN and --export")
-        nodes = {os.uname().nodename: snapshots.in_directory(args.dir, time.time(), _complain)}
-        return _text(nodes, args)
+        found = parts_on_disk(args.dir, time.time(), _complain)
+        return _text({os.uname().nodename: SnapshotList(0, 0, args.dir, tuple(found))}, args)
     run = runs.open_run(args)
     view = run_view.look(run)
     nodes, problems = snapshots.take(run, view)

@@ -3,15 +3,13 @@ put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from holdfast.agent.snapshot_transfers import parts_on_disk
 from holdfast.errors import HostError
 from holdfast.failures.report import ranks_text
 from holdfast.frozen import frozen
 from holdfast.observe.ask import AskedRun, decoded
 from holdfast.observe.run_view import RunView
-from holdfast.snapshots import disk
 from holdfast.telemetry.status import HeldParts, SnapshotList
 
 Key = tuple[int, int, int, int, bool]
@@ -69,11 +67,3 @@ def _listed(key: Key, held: Sequence[tuple[str, HeldParts]]) -> Listed:
         places[parts.where] = (*places.get(parts.where, ()), name)
     age_s = min(parts.age_s for _, parts in held)
     return Listed(key, sum(parts.bytes for _, parts in held), age_s, places, missing)
-
-
-def in_directory(directory: str, now: float, say: Callable[[str], None]) -> SnapshotList:
-    """`now` is the wall clock."""
-    files: dict[Key, list[disk.Found]] = {}
-    for each in disk.found_in(directory, say):
-        files.setdefault(each.part.snapshot, []).append(each)
-    return SnapshotList(0, 0, directory, tuple(parts_on_disk(key, each, now) for key, each in files.items()))

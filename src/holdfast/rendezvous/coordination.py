@@ -7,14 +7,12 @@ has decided. For every other backend `SoloCoordination` (`solo`) stands in.
 from __future__ import annotations
 
 import abc
-import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 from holdfast.errors import HostError
 from holdfast.failures.records import Failure, Folded
 from holdfast.frozen import frozen
-from holdfast.loop import Wakeup
+from holdfast.loop import Mailbox
 from holdfast.rendezvous.api import RendezvousInfo
 from holdfast.rendezvous.membership.model import (
     CloseRequested,
@@ -32,8 +30,6 @@ from holdfast.rendezvous.membership.model import (
 )
 from holdfast.rendezvous.membership.notice_records import alone
 from holdfast.rendezvous.membership.restart_policy import Advance, RestartPolicy
-
-Item = TypeVar("Item")
 
 # Answers what others ask this node (`protocol.Query`, JSON): calls the second argument with the answer, now or later.
 Answering = Callable[[bytes, Callable[[bytes], None]], None]
@@ -57,38 +53,6 @@ class ExportRequested:
 
 _FromRun = Sealed | Stop | PlaceLost | Ended | SnapshotOrder | GoingAway
 AgentPush = _FromRun | CloseRequested | NoticeRequest | JoinFailed | ExportRequested
-
-
-class Mailbox(Generic[Item]):
-    """From any thread to the one loop that takes and decides; readable when there is something to take."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: list[Item] = []
-        self._is_closed = False
-        self._wakeup = Wakeup()
-
-    def fileno(self) -> int:
-        return self._wakeup.fileno()
-
-    def put(self, item: Item) -> bool:
-        """False if the loop has ended."""
-        with self._lock:
-            if not self._is_closed:
-                self._items.append(item)
-                self._wakeup.wake()
-            return not self._is_closed
-
-    def take(self) -> list[Item]:
-        """What was put since the last call, oldest first."""
-        with self._lock:
-            self._wakeup.clear()
-            items, self._items = self._items, []
-            return items
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
 
 
 class Coordination(abc.ABC):
@@ -149,10 +113,10 @@ class Coordination(abc.ABC):
         OSError."""
         raise HostError("this node does not hold the master port")
 
-    def snapshot_listener(self) -> tuple[int, bytes] | None:
-        """A descriptor that listens at `snapshot_port`, for the caller to close, and the key with which peers prove
-        themselves. None if no peer may fetch snapshots from this node."""
-        return None
+    def snapshot_listener(self) -> tuple[int, bytes]:
+        """A descriptor that listens at `snapshot_port`, for the caller to close, or -1 if no peer can fetch snapshots
+        from this node; and the key with which this node and its peers prove themselves, if there is one."""
+        return -1, b""
 
     def listen_for_peer(self) -> tuple[int, str, int]:
         """The descriptor of a socket that listens for another node, for the caller to close, with its address and

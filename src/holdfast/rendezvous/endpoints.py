@@ -17,6 +17,7 @@ from holdfast.errors import HostError, UserError
 if TYPE_CHECKING:
     import socket
 
+DEFAULT_PORT = 29400  # Of a coordinator.
 _REMEMBERED_PORTS = 64
 _BACKLOG = 4096  # All ranks may connect at the same moment.
 

@@ -35,7 +35,6 @@ from holdfast.wire_types import MAX_NAME
 
 logger = Logger(__name__)
 
-DEFAULT_PORT = 29400
 _OTHERS_HEAR_S = 1.0  # In this time a signal that is sent to all nodes has reached each of them.
 _DIGESTED_BYTES = 1 << 24
 # That the coordinator is told of; the agent itself takes what the user gave, and the time that it needs.
@@ -197,17 +196,12 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
 
     def _ask(self, client: Client, failure: Failure | None = None) -> None:
         """With a fresh master port for every round, bound and held, so that no round meets what another has left."""
-        ports = (self._held, self._held_free)
         try:
-            for each in ports:
-                each.renew(self._held_at)
+            for each in (self._held, self._held_free):
+                self._renew(each)
         except HostError as error:
-            if not self._options.local_addr:
-                self._fail(error)
-                return
-            # The user says that others reach this node there, which may be so although no interface has the address.
-            for each in ports:
-                each.renew("")
+            self._fail(error)
+            return
         self._listen_for_snapshots()
         said = (failure and protocol.clipped(failure), self.advance, self._held_free.number)
         had = (snapshots.limited(self.held), self.snapshot_port)
@@ -216,6 +210,25 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
             is_posted = client.post(node.JoinRequested(self._held.number, *said, *had, _cut(self.unready), peers))
         if not is_posted and self._error is not None:
             self._fail(self._error)
+
+    def _renew(self, port: endpoints.HeldPort) -> None:
+        """At the address of this node. If the user gives it, others may reach this node there although no interface has
+        the address."""
+        try:
+            port.renew(self._held_at)
+        except HostError:
+            if not self._options.local_addr:
+                raise
+            port.renew("")
+
+    def _listen(self) -> tuple[int, int]:
+        """A descriptor that listens for other nodes, and its port. Raises HostError or OSError."""
+        port = endpoints.HeldPort()
+        try:
+            self._renew(port)
+            return port.listen(), port.number
+        finally:
+            port.release()
 
     def tell_ready(self, unready: str | None) -> None:
         with self._lock:
@@ -227,31 +240,20 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         options = self._options
         if self._snapshot_fd >= 0 or not self.has_snapshots or options.max_nodes < 2 or options.token is None:
             return
-        port = endpoints.HeldPort()
         try:
-            port.renew(self._held_at)
-            self._snapshot_fd, self.snapshot_port = port.listen(), port.number
+            self._snapshot_fd, self.snapshot_port = self._listen()
         except (HostError, OSError) as error:
             logger.warning("no other node can fetch snapshots from this one: %s", error)
-        port.release()
 
-    def snapshot_listener(self) -> tuple[int, bytes] | None:
-        if self._snapshot_fd < 0 or self._options.token is None:
-            return None
-        return os.dup(self._snapshot_fd), keys.snapshot_key(self._options.token, self._run_id)
+    def snapshot_listener(self) -> tuple[int, bytes]:
+        if self._options.token is None:
+            return super().snapshot_listener()
+        fd = os.dup(self._snapshot_fd) if self._snapshot_fd >= 0 else -1
+        return fd, keys.snapshot_key(self._options.token, self._run_id)
 
     def listen_for_peer(self) -> tuple[int, str, int]:
-        port = endpoints.HeldPort()
-        try:
-            try:
-                port.renew(self._held_at)
-            except HostError:
-                if not self._options.local_addr:
-                    raise
-                port.renew("")  # As in `_ask`.
-            return port.listen(), self._facts.address, port.number
-        finally:
-            port.release()
+        fd, port = self._listen()
+        return fd, self._facts.address, port
 
     def found(self, sealed: model.Sealed) -> api.RendezvousInfo:
         assert self._client is not None
@@ -469,7 +471,7 @@ class FixedEndpoint(Locator):
 
 def create_tcp_handler(params: api.RendezvousParameters) -> CoordinatorHandler:
     """The backend `tcp` (also `c10d`)."""
-    return create_handler_at(params, *endpoints.parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT))
+    return create_handler_at(params, *endpoints.parse_rendezvous_endpoint(params.endpoint, endpoints.DEFAULT_PORT))
 
 
 def create_handler_at(

@@ -27,7 +27,7 @@ from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 
 if TYPE_CHECKING:
     from holdfast.rendezvous.etcd.gateway import Gateway
-    from holdfast.rendezvous.tls import ReloadingTls
+    from holdfast.tls import ReloadingTls
 
 logger = Logger(__name__)
 
@@ -197,7 +197,7 @@ class TlsFiles(NamedTuple):
         """None if no file is given. TLS is imported only where it is spoken."""
         if not any(self):
             return None
-        from holdfast.rendezvous import tls
+        from holdfast import tls
 
         return tls.ReloadingTls(*self, is_server=is_server)
 

@@ -245,8 +245,7 @@ def _write(target: mmap.mmap, arranged: layout.Layout) -> None:
 
 
 def _values_in(memory: mmap.mmap, is_copied: bool) -> dict[str, Any]:
-    view = memoryview(memory)
-    values = layout.parse(view).build(lambda stored: arrays.leaf_of(stored, view, is_copied))
+    values = layout.parse(memoryview(memory), lambda array, source: arrays.leaf_of(array, source, is_copied))
     if not isinstance(values, dict):
         raise layout.LayoutError("it is no table of names")
     return values
@@ -264,14 +263,16 @@ def _close_all(fds: list[int]) -> None:
 
 
 _opened: Snapshots | None = None
+_opening = threading.Lock()
 
 
 def open() -> Snapshots:  # noqa: A001  (`holdfast.snapshots.open()` reads well)
     """The snapshots of this process's rank; always the same object."""
     global _opened
-    if _opened is None:
-        _opened = Snapshots(_socket_of_round())
-    return _opened
+    with _opening:
+        if _opened is None:
+            _opened = Snapshots(_socket_of_round())
+        return _opened
 
 
 def _socket_of_round() -> socket.socket | None:

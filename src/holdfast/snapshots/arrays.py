@@ -11,7 +11,7 @@ import math
 import sys
 from typing import Any
 
-from holdfast.snapshots.layout import SIZES, Array, LayoutError, Stored, pieces
+from holdfast.snapshots.layout import Array, LayoutError
 
 # Of numpy and torch, which call most things alike; JAX has numpy's with more of its own.
 _DTYPES = {
@@ -27,6 +27,7 @@ _FORMAT_OF = {
     "BOOL": "?", "I8": "b", "U8": "B", "I16": "h", "U16": "H", "I32": "i", "U32": "I", "I64": "q", "U64": "Q",
     "F16": "e", "F32": "f", "F64": "d", "BF16": "H", "F8_E4M3": "B", "F8_E5M2": "B",
 }  # fmt: skip
+_PIECE_BYTES = 16 << 20
 _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_long)
 _FORMATS = {word: dtype for dtype, word in reversed([*_FORMAT_OF.items()])}
 _FORMATS |= {"c": "U8", "l": f"I{_LONG_BITS}", "L": f"U{_LONG_BITS}"}
@@ -42,7 +43,7 @@ def array_of(leaf: Any) -> Array | None:
         return Array("bytes", "U8", (len(leaf),), len(leaf), leaf)
     if numpy is not None and (hasattr(leaf, "__array__") or hasattr(leaf, "__array_interface__")):
         return _of_numpy(numpy, leaf)
-    return _of_interface(leaf) if hasattr(leaf, "__array_interface__") else _of_buffer(leaf)
+    return _of_buffer(leaf)
 
 
 def _of_torch(torch: Any, leaf: Any) -> Array:
@@ -75,18 +76,6 @@ def _of_numpy(numpy: Any, leaf: Any) -> Array:
     return _known(kind, dtype, array.shape, array.nbytes, data, array.dtype.name if is_of_others else array.dtype.str)
 
 
-def _of_interface(leaf: Any) -> Array:
-    """Of a library that shows its memory as numpy does, in a program without numpy."""
-    known = leaf.__array_interface__
-    order, word, size = known["typestr"][0], known["typestr"][1], int(known["typestr"][2:])
-    dtype = {"b": "BOOL", "i": f"I{8 * size}", "u": f"U{8 * size}", "f": f"F{8 * size}"}.get(word, "")
-    if order == ">" or dtype not in SIZES or known.get("strides") is not None or not isinstance(known["data"], tuple):
-        raise LayoutError(f"an array of {known['typestr']} that is no plain block of memory cannot be kept")
-    shape = tuple(known["shape"])
-    total = math.prod(shape) * size
-    return Array("view", dtype, shape, total, _at(known["data"][0], total, leaf))
-
-
 def _of_buffer(leaf: Any) -> Array | None:
     try:
         view = memoryview(leaf)
@@ -112,14 +101,13 @@ def _at(address: int, size: int, owner: Any) -> memoryview:
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    for begin, end in pieces(len(source)):
-        target[begin:end] = source[begin:end]
+    """In pieces: between two of them other threads of Python get their turn."""
+    for begin in range(0, len(source), _PIECE_BYTES):
+        target[begin : begin + _PIECE_BYTES] = source[begin : begin + _PIECE_BYTES]
 
 
-def leaf_of(stored: Stored, memory: memoryview, is_copied: bool) -> Any:
-    """The value that the array becomes. If it is not copied it lies in `memory`."""
-    array = stored.array
-    source = memory[stored.offset : stored.offset + array.size]
+def leaf_of(array: Array, source: memoryview, is_copied: bool) -> Any:
+    """The value that the array becomes. If it is not copied it lies in `source`."""
     if array.checksum is not None:
         import zlib
 
@@ -127,33 +115,33 @@ def leaf_of(stored: Stored, memory: memoryview, is_copied: bool) -> Any:
             raise LayoutError(f"the checksum of an array of {array.size} bytes is wrong")
     if array.kind == "bytes":
         return bytes(source)
+    if is_copied:
+        own = memoryview(bytearray(array.size))
+        copy(own, source)
+        source = own
     try:
         if array.kind == "torch":
-            return _to_torch(array, source, is_copied)
+            return _to_torch(array, source)
         if array.kind in ("numpy", "numpy-scalar"):
-            return _to_numpy(array, source, is_copied)
+            return _to_numpy(array, source)
     except ImportError:
         pass
-    if is_copied:
-        source = memoryview(bytearray(source))
     word: Any = "B" if array.own_dtype else _FORMAT_OF[array.dtype]
     is_shaped = array.size and array.shape and not array.own_dtype
     return source.cast(word, array.shape) if is_shaped else source.cast(word)
 
 
-def _to_torch(array: Array, source: memoryview, is_copied: bool) -> Any:
+def _to_torch(array: Array, source: memoryview) -> Any:
     torch: Any = __import__("torch")
     dtype = getattr(torch, array.own_dtype or _NAMES[array.dtype], None)
     if not isinstance(dtype, torch.dtype) or math.prod(array.shape) * dtype.itemsize != array.size:
         raise LayoutError(f"this is no tensor: {array.own_dtype or array.dtype} {array.shape}, {array.size} bytes")
-    if is_copied or not array.size:
-        tensor = torch.empty(array.shape, dtype=dtype)
-        copy(_at(tensor.data_ptr(), array.size, tensor), source)
-        return tensor
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
     return torch.frombuffer(source, dtype=dtype).view(array.shape)
 
 
-def _to_numpy(array: Array, source: memoryview, is_copied: bool) -> Any:
+def _to_numpy(array: Array, source: memoryview) -> Any:
     numpy: Any = __import__("numpy")
     try:
         name = array.own_dtype or _NAMES[array.dtype]
@@ -162,13 +150,8 @@ def _to_numpy(array: Array, source: memoryview, is_copied: bool) -> Any:
         dtype = numpy.dtype(name)
         if dtype.hasobject:
             raise TypeError("objects")
-        if not is_copied and array.size:
-            made = numpy.frombuffer(source, dtype).reshape(array.shape)
-        else:
-            made = numpy.empty(array.shape, dtype)
-            if made.nbytes != array.size:
-                raise ValueError(f"{array.size} bytes")
-            copy(memoryview(made.reshape(-1).view("u1")), source)
+        flat = numpy.frombuffer(source, dtype) if array.size else numpy.empty(0, dtype)
+        made = flat.reshape(array.shape)
     except (TypeError, ValueError, MemoryError) as error:
         raise LayoutError(f"this is no array: {array.own_dtype or array.dtype} {array.shape}: {error}") from None
     return made[()] if array.kind == "numpy-scalar" else made

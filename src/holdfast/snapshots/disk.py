@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from holdfast.frozen import frozen
 from holdfast.snapshots import layout
 from holdfast.snapshots.frames import Part
+from holdfast.snapshots.slots import Snapshot
 
 _KEPT = 2
 _PIECE_BYTES = 1 << 24
@@ -42,9 +43,9 @@ class Found:
     origin: str
 
 
-def found_in(directory: str, say: Callable[[str], None]) -> list[Found]:
+def found_in(directory: str, say: Callable[[str], None]) -> dict[Snapshot, list[Found]]:
     """What the directory has, by step and rank. Files that are ignored are named. OSError if it cannot be read."""
-    found = []
+    found: list[Found] = []
     for step, path in _steps(directory).items():
         try:
             with _opened(path, _STEP_FLAGS) as step_fd:
@@ -54,10 +55,13 @@ def found_in(directory: str, say: Callable[[str], None]) -> list[Found]:
         except OSError as error:
             say(f"{path} is ignored: {error.strerror}")
     newest = {each.part.snapshot: each.origin for each in sorted(found, key=lambda each: each.written_at)}
-    for each in [each for each in found if each.origin != newest[each.part.snapshot]]:
-        found.remove(each)
-        say(f"{each.path} is ignored: another run, or a later round, has written newer files of this step")
-    return sorted(found, key=lambda each: (each.part.snapshot[2], each.part.rank))
+    files: dict[Snapshot, list[Found]] = {}
+    for each in sorted(found, key=lambda each: (each.part.snapshot[2], each.part.rank)):
+        if each.origin == newest[each.part.snapshot]:
+            files.setdefault(each.part.snapshot, []).append(each)
+        else:
+            say(f"{each.path} is ignored: another run, or a later round, has written newer files of this step")
+    return files
 
 
 def _steps(directory: str) -> dict[int, str]:

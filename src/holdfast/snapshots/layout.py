@@ -21,7 +21,7 @@ import json
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from holdfast import escape
@@ -175,78 +175,62 @@ def _name(path: tuple[Any, ...]) -> str:
 # Reading.
 
 
-@frozen
-class Stored:
-    """One array of a slot: what it is, and the offset of its bytes."""
-
-    array: Array
-    offset: int
-
-
-class Contents:
-    """What the header says. `build` makes the tree, with `make` for each array."""
-
-    def __init__(self, stored: dict[str, tuple[str, tuple[int, ...], int, int]], metadata: dict[str, str]) -> None:
-        self._stored, self._metadata = stored, metadata
-
-    def build(self, make: Callable[[Stored], Any]) -> Any:
-        if _TREE not in self._metadata:
-            raise LayoutError("this is no snapshot: its header has no tree")
-        sums = _loaded(self._metadata.get(_CHECKSUMS, "{}"))
-        if not isinstance(sums, dict):
-            raise LayoutError("the checksums are no table")
-        try:
-            return self._decode(_loaded(self._metadata[_TREE]), make, sums)
-        except LayoutError:
-            raise
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-            raise LayoutError(f"the tree cannot be read: {type(error).__name__}: {error}") from None
-
-    def _decode(self, coded: Any, make: Callable[[Stored], Any], sums: dict[str, Any]) -> Any:
-        if not isinstance(coded, list):
-            return coded
-        match coded:
-            case ["l" | "t" as word, *parts]:
-                values = [self._decode(part, make, sums) for part in parts]
-                return values if word == "l" else tuple(values)
-            case ["d", *parts]:
-                values = [self._decode(part, make, sums) for part in parts]
-                return dict(zip(values[::2], values[1::2], strict=True))
-            case ["i", text]:
-                return int(text, 16)
-            case ["f", "nan" | "inf" | "-inf" as text]:
-                return float(text)
-            case ["c", real, imag]:
-                return complex(float.fromhex(real), float.fromhex(imag))
-            case ["b", text]:
-                return bytes.fromhex(text)
-            case ["s", text]:
-                return bytes.fromhex(text).decode("utf-8", "surrogatepass")
-            case ["a", str(name), str(kind), *own]:
-                dtype, shape, begin, end = self._stored[name]
-                own_dtype = ""
-                if own:
-                    own_dtype, own_shape = own
-                    shape = _shape(own_shape)
-                    if not isinstance(own_dtype, str):
-                        raise LayoutError(f"{name}: its dtype is no text")
-                return make(Stored(Array(kind, dtype, shape, end - begin, None, own_dtype, sums.get(name)), begin))
-        raise LayoutError(f"the tree has a part that is not known: {str(coded)[:40]}")
-
-
-def parse(view: memoryview) -> Contents:
-    """What the bytes hold, from the first to the last. Raises LayoutError for anything else."""
+def parse(view: memoryview, make: Callable[[Array, memoryview], Any]) -> Any:
+    """The tree that the bytes hold, from the first to the last, with what `make` makes of each array and its bytes.
+    Raises LayoutError for anything else."""
     if len(view) < _LENGTH.size:
         raise LayoutError(f"{len(view)} bytes are no snapshot")
     (length,) = _LENGTH.unpack_from(view)
     start = _LENGTH.size + length
     if length > MOST_HEADER_BYTES or start > len(view):
         raise LayoutError(f"the header has {length} bytes, and there are only {len(view)}")
-    stored, metadata, size = entries_in(bytes(view[_LENGTH.size : start]))
+    entries, metadata, size = entries_in(bytes(view[_LENGTH.size : start]))
     if start + size != len(view):
         raise LayoutError(f"the arrays have {size} bytes, and there are {len(view) - start}")
-    placed = {name: (dtype, shape, start + begin, start + stop) for name, (dtype, shape, begin, stop) in stored.items()}
-    return Contents(placed, metadata)
+    if _TREE not in metadata:
+        raise LayoutError("this is no snapshot: its header has no tree")
+    sums = _loaded(metadata.get(_CHECKSUMS, "{}"))
+    if not isinstance(sums, dict):
+        raise LayoutError("the checksums are no table")
+
+    def array(name: str, kind: str, own_dtype: Any = "", own_shape: Any = None) -> Any:
+        dtype, shape, begin, end = entries[name]
+        if not isinstance(own_dtype, str):
+            raise LayoutError(f"{name}: its dtype is no text")
+        shape = _shape(own_shape) if own_dtype else shape
+        return make(Array(kind, dtype, shape, end - begin, None, own_dtype, sums.get(name)), view[start:][begin:end])
+
+    try:
+        return _decoded(_loaded(metadata[_TREE]), array)
+    except LayoutError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise LayoutError(f"the tree cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _decoded(coded: Any, array: Callable[..., Any]) -> Any:
+    if not isinstance(coded, list):
+        return coded
+    match coded:
+        case ["l" | "t" as word, *parts]:
+            values = [_decoded(part, array) for part in parts]
+            return values if word == "l" else tuple(values)
+        case ["d", *parts]:
+            values = [_decoded(part, array) for part in parts]
+            return dict(zip(values[::2], values[1::2], strict=True))
+        case ["i", text]:
+            return int(text, 16)
+        case ["f", "nan" | "inf" | "-inf" as text]:
+            return float(text)
+        case ["c", real, imag]:
+            return complex(float.fromhex(real), float.fromhex(imag))
+        case ["b", text]:
+            return bytes.fromhex(text)
+        case ["s", text]:
+            return bytes.fromhex(text).decode("utf-8", "surrogatepass")
+        case ["a", str(name), str(kind), *own]:
+            return array(name, kind, *own)
+    raise LayoutError(f"the tree has a part that is not known: {str(coded)[:40]}")
 
 
 def entries_in(header: bytes) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], dict[str, str], int]:
@@ -293,8 +277,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         raise LayoutError("the header has a name twice")
     return table
-
-
-def pieces(size: int, most: int = 16 << 20) -> Iterator[tuple[int, int]]:
-    """Ranges of a large copy. Between two of them other threads of Python get their turn."""
-    return ((at, min(at + most, size)) for at in range(0, size, most))

@@ -13,13 +13,9 @@ import socket
 import threading
 import time
 import zlib
-from typing import TYPE_CHECKING
 
 from holdfast.snapshots import frames
 from holdfast.snapshots.frames import FrameError, Pace, Seals
-
-if TYPE_CHECKING:
-    import ssl
 
 FRAME_LIMIT_S = 30.0
 CONNECT_LIMIT_S = 10.0
@@ -43,8 +39,12 @@ class Peer:
     def speak_tls(self, files: TlsFiles, limit_s: float, *, is_server: bool) -> None:
         import ssl
 
+        from holdfast.tls import ReloadingTls
+
         self._sock.settimeout(limit_s)
-        made = _tls(files, is_server=is_server).wrap_socket(self._sock, server_side=is_server)
+        context = ReloadingTls(*files, is_server=is_server).context()
+        context.check_hostname = False
+        made = context.wrap_socket(self._sock, server_side=is_server)
         if is_server:
             with open(files[0], encoding="ascii", errors="replace") as file:
                 own = re.search(f"{ssl.PEM_HEADER}.*?{ssl.PEM_FOOTER}", file.read(), re.DOTALL)
@@ -134,20 +134,6 @@ class Peer:
             raise FrameError(f"sent {offset} bytes and had announced {size}")
         if frames.checksum_in(bytes(body)) != _checksum_of(fd, size):
             raise FrameError("sent data whose checksum is wrong")
-
-
-def _tls(files: TlsFiles, *, is_server: bool) -> ssl.SSLContext:
-    """A server with an authority demands certificates of it, and a client believes it, or else those of this host."""
-    import ssl
-
-    cert, key, authority = files
-    purpose = ssl.Purpose.CLIENT_AUTH if is_server else ssl.Purpose.SERVER_AUTH
-    context = ssl.create_default_context(purpose, cafile=authority or None)
-    context.check_hostname = False
-    if is_server and authority:
-        context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(cert, key or None, password="")  # Else a passphrase would be asked for on the terminal.
-    return context
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> None:

@@ -16,7 +16,7 @@ are ordered by age and can be marshalled. The actions are tuples, too:
 
     make(slot, bytes)                                a memory file for this slot
     drop(slot)                                       close it; its memory goes with its last reader
-    give(rank, request, slot, bytes)                 the answers to a worker
+    give(rank, request, slot)                        the answers to a worker
     committed(rank, request)
     found(rank, request, slot, snapshot, bytes)
     nothing(rank, request, text)
@@ -45,7 +45,6 @@ COPY = "copy"  # The pin of a part that another node has copied to this one.
 FETCHED = "fetched"  # The pin of a part while it comes from another node.
 
 _MIB = 1 << 20
-_MOST_HELD = 16
 
 
 class Slot:
@@ -78,9 +77,6 @@ class Ledger:
         self._base: Snapshot | None = None
         self._common: Snapshot | None = None
         self._newest: dict[int, Snapshot] = {}  # Of each rank, in this round.
-        self._holders: dict[
-            Snapshot, set[int]
-        ] = {}  # Of the snapshots of this round that are newer than the common one.
         self._numbers = count(1)
         self._wants: dict[int, tuple[int, int]] = {}  # Rank -> request and bytes, of those that wait.
         self._loads: dict[int, tuple[int, int]] = {}  # Rank -> request and the rank whose part it waits for.
@@ -99,14 +95,13 @@ class Ledger:
         """The slot with the part of that rank."""
         return next((s for s in self.slots.values() if s.snapshot == snapshot and s.rank == rank), None)
 
-    def held(self) -> list[tuple[Snapshot, list[tuple[int, int]]]]:
-        """The snapshots of which this node holds parts, newest first, with ranges of ranks: the first, how many."""
-        ranks_of: dict[Snapshot, set[int]] = {}
+    def held(self) -> dict[Snapshot, set[int]]:
+        """The snapshots of which this node holds parts, newest first, with their ranks."""
+        held: dict[Snapshot, set[int]] = {}
         for slot in self.slots.values():
             if slot.snapshot is not None:
-                ranks_of.setdefault(slot.snapshot, set()).add(slot.rank)
-        newest = sorted(ranks_of, reverse=True)[:_MOST_HELD]
-        return [(snapshot, ranges_of(ranks_of[snapshot])) for snapshot in newest]
+                held.setdefault(slot.snapshot, set()).add(slot.rank)
+        return dict(sorted(held.items(), reverse=True))
 
     @property
     def newest(self) -> Snapshot | None:
@@ -135,7 +130,7 @@ class Ledger:
         self._base = chosen or self.newest
         self.term, self.round, self.world_size, self.ranks = term, round, world_size, tuple(ranks)
         self.chosen, self.problem = chosen, problem
-        self._common, self._newest, self._holders = None, {}, {}
+        self._common, self._newest = None, {}
         self._wants, self._loads, self._fetching, self._keep_from = {}, {}, set(fetching), None
         self._unfetched = {}
         actions: list[Action] = []
@@ -173,13 +168,12 @@ class Ledger:
                 if slot.capacity >= size:
                     slot.clear()
                     slot.is_given = True
-                    return [*actions, ("give", rank, request, slot.number, slot.capacity)]
+                    return [*actions, ("give", rank, request, slot.number)]
                 actions += self._drop(slot)
         made = self._make(rank, size)
         if isinstance(made, str):
             return [*actions, ("refuse", rank, request, made)]
-        number, capacity = made.number, made.capacity
-        return [*actions, ("make", number, capacity), ("give", rank, request, number, capacity)]
+        return [*actions, ("make", made.number, made.capacity), ("give", rank, request, made.number)]
 
     def _make(self, rank: int, size: int) -> Slot | str:
         """A given slot, or why there is none."""
@@ -209,11 +203,8 @@ class Ledger:
         snapshot = (self.term, self.round, step, self.world_size, is_replicated)
         slot.snapshot, slot.size, slot.is_given = snapshot, size, False
         self._newest[rank] = snapshot
-        holders = self._holders.setdefault(snapshot, set())
-        holders.add(rank)
-        if is_replicated or holders.issuperset(self.ranks):
+        if is_replicated or self.held()[snapshot].issuperset(self.ranks):
             self._common = max(snapshot, self._common or snapshot)
-            self._holders = {each: ranks for each, ranks in self._holders.items() if each > self._common}
         return [("committed", rank, request), *self._keep(), *self._tidy(), *self._serve_wants()]
 
     def _serve_wants(self) -> list[Action]:

@@ -17,7 +17,7 @@ and what it says:
     room(question, number, snapshot, rank, bytes)           give me a slot to fill; the number is that of the order, or
                                                             -1 for a peer's copy
     give(question, snapshot, rank)                          a peer asks for this part
-    received(question)                                      the slot of a peer's copy is whole and verified
+    received(question)                                      the slot that was to be filled is whole and verified
     dropped(question)                                       the slot of that answer is not needed any more
     line(text)                                              what the user should know
 
@@ -34,11 +34,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, Protocol
 
 from holdfast import escape
+from holdfast.loop import Mailbox
 from holdfast.snapshots import disk, frames
 from holdfast.snapshots.frames import FrameError, Pace, Part
 from holdfast.snapshots.peer import CONNECT_LIMIT_S, Peer, TlsFiles, write_at
@@ -93,8 +94,7 @@ class Transfer:
         self._line, self._listener, self._key, self._directory = line, listener, key, directory
         self._tls, self._run_id = tls, run_id
         self._pace, self._pace_lock = Pace(bandwidth), threading.Lock()
-        self._posts: SimpleQueue[tuple[Message, tuple[int, ...]]] = SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._posts: Mailbox[Message | None] = Mailbox()  # For the spawner; None: a connection has ended.
         self._questions = itertools.count()
         self._waiting: dict[int, SimpleQueue[tuple[int, str, list[int]]]] = {}
         self._lock = threading.Lock()
@@ -112,29 +112,24 @@ class Transfer:
         while self._line.is_open:
             poller = select.poll()
             poller.register(self._line.fileno(), select.POLLIN | (select.POLLOUT if self._line.has_unsent else 0))
-            poller.register(self._wake_read, select.POLLIN)
-            is_accepting = self._listener is not None and self._connections < MOST_CONNECTIONS
-            if self._listener is not None and is_accepting:  # Others wait in the queue of the kernel.
-                poller.register(self._listener, select.POLLIN)
+            poller.register(self._posts, select.POLLIN)
+            if self._listener is not None and self._connections < MOST_CONNECTIONS:
+                poller.register(self._listener, select.POLLIN)  # Others wait in the queue of the kernel.
             ready = [fd for fd, _ in poller.poll()]
-            if self._wake_read in ready:
-                os.read(self._wake_read, 1 << 12)
-            self._send_posts()
+            self._line.flush()
+            for post in self._posts.take():
+                if post is None:
+                    self._connections -= 1
+                else:
+                    self._line.send(post)
             for message, fds in self._line.receive() if self._line.fileno() in ready else ():
                 self._obey(message, fds)
             if self._listener is not None and self._listener.fileno() in ready:
                 self._accept(self._listener)
 
-    def _send_posts(self) -> None:
-        self._line.flush()
-        with suppress(Empty):
-            while True:
-                self._line.send(*self._posts.get_nowait())
-
     def _post(self, *message: Any) -> None:
         """From any thread."""
-        self._posts.put((message, ()))
-        self._wake()
+        self._posts.put(message)
 
     def _obey(self, message: Message, fds: list[int]) -> None:
         match message:
@@ -188,19 +183,12 @@ class Transfer:
         except OSError:  # No descriptor is free. The peer waits.
             time.sleep(_SHORTAGE_PAUSE_S)
             return
-        with self._lock:
-            self._connections += 1
         try:
             threading.Thread(target=self._serve, args=(sock, address[0]), daemon=True).start()
+            self._connections += 1
         except RuntimeError as error:  # A process at its limit.
-            self._end_connection(sock)
+            sock.close()
             self._complain(address[0], None, str(error))
-
-    def _end_connection(self, sock: socket.socket) -> None:
-        sock.close()
-        with self._lock:
-            self._connections -= 1
-        self._wake()
 
     # In threads.
 
@@ -228,7 +216,7 @@ class Transfer:
             size = frames.size_in(bytes(peer.receive()))
             if size is None:
                 raise FrameError("sent something other than an answer")
-            with self._slot(number, part, size) as (_, fd):
+            with self._slot(number, part, size) as fd:
                 peer.receive_data(fd, size)
 
     def _send_copy(self, part: Part, fd: int, address: tuple[str, int]) -> None:
@@ -243,7 +231,7 @@ class Transfer:
     def _read(self, number: int, part: Part, directory: str) -> None:
         source, size = disk.open_part(directory, part)
         try:
-            with self._slot(number, part, size) as (_, fd):
+            with self._slot(number, part, size) as fd:
                 offset = 0
                 while offset < size:
                     piece = os.pread(source, frames.FRAME_BYTES, offset)
@@ -262,13 +250,20 @@ class Transfer:
             disk.prune(directory)
 
     @contextmanager
-    def _slot(self, number: int, part: Part, size: int) -> Iterator[tuple[int, int]]:
+    def _slot(self, number: int, part: Part, size: int) -> Iterator[int]:
+        """To be filled in the block. If the block raises, the slot does not count."""
         question, fd, _ = self._ask("room", number, part.snapshot, part.rank, size)
+        outcome = "dropped"
         try:
-            os.posix_fallocate(fd, 0, size)  # An error now, and not a signal when there is no memory for a page.
-            yield question, fd
+            try:
+                os.posix_fallocate(fd, 0, size)  # An error now, and not a signal when there is no memory for a page.
+            except OSError as error:
+                raise _Refused(f"there is no memory for {size} bytes: {error.strerror}") from None
+            yield fd
+            outcome = "received"
         finally:
             os.close(fd)
+            self._post(outcome, question)
 
     @contextmanager
     def _connected(self, address: tuple[str, int]) -> Iterator[Peer]:
@@ -285,29 +280,23 @@ class Transfer:
 
     def _serve(self, sock: socket.socket, name: str) -> None:
         """One connection that a peer has made, and one request."""
-        peer, part = Peer(sock), None
+        part = None
         try:
-            peer.until = time.monotonic() + STRANGER_LIMIT_S
-            if self._tls is not None:
-                peer.speak_tls(self._tls, STRANGER_LIMIT_S, is_server=True)
-            peer.be_server(self._key)
-            body = bytes(peer.receive(_REQUEST_BYTES))
-            peer.until, part = None, frames.part_in(body)
-            if body[:1] == frames.GET:
-                self._serve_get(peer, part)
-            else:
-                self._serve_put(peer, part)
+            with sock, closing(Peer(sock)) as peer:
+                peer.until = time.monotonic() + STRANGER_LIMIT_S
+                if self._tls is not None:
+                    peer.speak_tls(self._tls, STRANGER_LIMIT_S, is_server=True)
+                peer.be_server(self._key)
+                body = bytes(peer.receive(_REQUEST_BYTES))
+                peer.until, part = None, frames.part_in(body)
+                serve = self._serve_get if body[:1] == frames.GET else self._serve_put
+                serve(peer, part)
         except (OSError, FrameError) as error:
             self._complain(name, part, _words_of_peer(error))
         except Exception as error:
             self._complain(name, part, f"met a failure: {_words(error)}")
         finally:
-            peer.close()
-            self._end_connection(sock)
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):
-            os.write(self._wake_write, b"x")
+            self._posts.put(None)
 
     def _complain(self, name: str, part: Part | None, words: str) -> None:
         self._lines += part is None
@@ -346,14 +335,9 @@ class Transfer:
             peer.send(frames.no("another node is sending this part"))
             return
         try:
-            with self._slot(-1, part, part.bytes) as (question, fd):
-                is_whole = False
-                try:
-                    peer.send(frames.yes(part.bytes))
-                    peer.receive_data(fd, part.bytes)
-                    is_whole = True
-                finally:
-                    self._post("received" if is_whole else "dropped", question)
+            with self._slot(-1, part, part.bytes) as fd:
+                peer.send(frames.yes(part.bytes))
+                peer.receive_data(fd, part.bytes)
             peer.send(frames.HELD)
         except _Refused as refused:
             peer.send(frames.HELD if refused.is_held else frames.no(str(refused)))

@@ -30,7 +30,7 @@ and reports:
     unlearned(reason)                                    it has not
     kept() or unkept(reason)                             the answer to `keep`
     store(line), warn(line)                              what the process of the store, or the spawner, has to say
-    held(snapshots, step, bytes), parts(parts)           what the workers have saved, and where the rest came from
+    held(parts, step, bytes)                             what the workers have saved, and what came from elsewhere
     kept_step(snapshot), transferred(number, ...)        as it was asked for
 
 The loop never blocks. A forked worker reports through a pipe: the pipe ends when the program runs, or carries the

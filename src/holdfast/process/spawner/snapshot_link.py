@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.process.spawner.wire import Channel, Message
 
-REPORTS = ("held", "parts", "kept_step", "transferred")
+REPORTS = ("held", "kept_step", "transferred")
 
 
 class SnapshotLink:
-    """`held` are the snapshots of which the node has parts, with ranges of ranks; `common_step` is the step that a
-    restart would load, and has been since `common_at`; all slots have `snapshot_bytes`. `parts` are all parts in
-    memory: snapshot, rank, bytes, whether the rank is of this node, and since when it is known. `has_peers`: the
-    spawner knows how to move slots. What it says of that goes to `hear_of_snapshots`."""
+    """`parts` are all parts in memory: snapshot, rank, bytes, whether the rank is of this node, and since when it is
+    known; all slots have `snapshot_bytes`. `common_step` is the step that a restart would load, and has been since
+    `common_at`. `has_peers`: the spawner knows how to move slots. What it says of that goes to `hear_of_snapshots`."""
 
     _channel: Channel
 
@@ -27,15 +26,17 @@ class SnapshotLink:
         self.hear_of_snapshots: Callable[[Message], None] = lambda report: None
 
     def forget_snapshots(self) -> None:
-        self.held: list[tuple[Any, ...]] = []
         self.parts: list[tuple[Any, ...]] = []
         self.common_step: int | None = None
         self.snapshot_bytes = 0
 
-    def begin_snapshots(self, *round: Any) -> None:
-        """Workers that are started from now on may save: how many bytes together, and the round as the ledger of the
-        slots wants it (`snapshots.slots`)."""
-        self._channel.send(("snapshots", "begin", *round))
+    @property
+    def held(self) -> dict[Any, list[int]]:
+        """The ranks of each snapshot in memory."""
+        held: dict[Any, list[int]] = {}
+        for snapshot, rank, *_ in self.parts:
+            held.setdefault(snapshot, []).append(rank)
+        return held
 
     def order_of_snapshots(self, *order: Any, fds: tuple[int, ...] = ()) -> None:
         """See `snapshots`. The descriptors become the link's to close."""
@@ -44,11 +45,11 @@ class SnapshotLink:
     def note_snapshots(self, report: Message) -> None:
         """One of `REPORTS`."""
         match report:
-            case ("held", held, step, used):
+            case ("held", parts, step, used):
+                now = time.monotonic()
                 if step != self.common_step:
-                    self.common_at = time.monotonic()
-                self.held, self.common_step, self.snapshot_bytes = held, step, used
-            case ("parts", parts):
-                at = {(snapshot, rank): at for snapshot, rank, _, _, at in self.parts}
-                self.parts = [(*part, at.get(part[:2], time.monotonic())) for part in parts]
+                    self.common_at = now
+                known = {(snapshot, rank): at for snapshot, rank, _, _, at in self.parts}
+                self.parts = [(*part, known.get(part[:2], now)) for part in parts]
+                self.common_step, self.snapshot_bytes = step, used
         self.hear_of_snapshots(report)

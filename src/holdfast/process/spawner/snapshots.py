@@ -32,24 +32,14 @@ _REQUESTS_A_TURN = 32
 _TELL_EVERY_S = 1.0
 
 
-class _Line:
-    """The socket to one worker."""
-
-    __slots__ = ("rank", "sock")
-
-    def __init__(self, rank: int, sock: _socket.socket) -> None:
-        self.rank, self.sock = rank, sock
-
-
 class Snapshots:
     """Of all rounds of this spawner. `settle` is for the transfer process (`transfers`). The agent orders:
 
     begin(bytes, term, round, world size, ...)       a new round
-    keep(step, retained)                             say `kept_step` when a common snapshot has that step, or a later
-                                                     one. What was kept or copied before can go, but for the
-                                                     retained
-    retain(retained)                                 the same without a step
-    complete(step, retained)                         the same; all nodes have stored that step
+    keep(step)                                       say `kept_step` when a common snapshot has that step, or a later
+                                                     one
+    retain([(term, round, step)...])                 what was kept or copied before can go, but for these
+    complete(step)                                   all nodes have stored that step
     peers(key, bandwidth, directory, tls, run id)    slots can be moved from now on; with the socket at which other
                                                      nodes ask for some, if they may; `tls` are files, or None
     transfer(number, kind, snapshot, ...)            move slots
@@ -58,10 +48,10 @@ class Snapshots:
 
     `tell` sends a report to the agent:
 
-    held(snapshots with ranges of ranks, step that a restart would load or None, bytes of all slots)
-    parts([(snapshot, rank, bytes, whether it is of this node's ranks)...])
+    held([(snapshot, rank, bytes, whether it is of this node's ranks)...], step that a restart would load or None,
+         bytes of all slots)
     kept_step(snapshot), warn(line)
-    transferred(number, kind, snapshot, problems)
+    transferred(number, snapshot, problems)
     """
 
     def __init__(
@@ -74,7 +64,7 @@ class Snapshots:
         self._round: tuple[Any, ...] = ()
         self._limit = 0
         self._files: dict[int, int] = {}
-        self._lines: dict[int, _Line] = {}  # By descriptor.
+        self._workers: dict[int, _socket.socket] = {}  # By rank.
         self._failures: dict[int, str] = {}
         self._has_news = False
         self._tell_at = 0.0
@@ -83,8 +73,7 @@ class Snapshots:
         match order:
             case ["begin", limit, *round]:
                 self.begin(limit, *round)
-            case ["keep", step, retained]:
-                self._retain(retained)
+            case ["keep", step]:
                 self.act(self.ledger.keep_from(step))
             case ["retain", retained]:
                 self._retain(retained)
@@ -97,37 +86,31 @@ class Snapshots:
                 self._write_last(self._transfers, numbers, directory, written)
             case ["transfer", *transfer] if self._transfers is not None:
                 self._transfers.order(*transfer)
-            case ["complete", step, retained]:
-                self._retain(retained)
+            case ["complete", step]:
                 if self._transfers is not None:
                     self._transfers.complete(step)
             case _:
                 raise ValueError(f"the spawner does not know the order {order[0]!r}")
 
     def _write_last(self, transfers: Transfers, numbers: list[int], directory: str, written: list[Any]) -> None:
-        self.hear([*self._lines])  # What workers have committed just now counts.
-        ranks = {*self.ledger.ranks}
-        common = [
-            snapshot
-            for snapshot, ranges in self.ledger.held()
-            if any(snapshot[:2])
-            and (snapshot[4] or ranks <= {rank for first, count in ranges for rank in range(first, first + count)})
-        ]
+        self.hear(self._worker_fds())  # What workers have committed just now counts.
+        own = {*self.ledger.ranks}
+        held = self.ledger.held().items()
+        common = [each for each, ranks in held if any(each[:2]) and (each[4] or own <= ranks)]
         fresh = [each for each in common[: len(numbers)] if each not in written and each not in self._last]
         for number in numbers:
             if fresh:
                 self._last.add(fresh[0])
                 transfers.order(number, "write", fresh.pop(0), (directory, True))
             else:
-                self._tell(("transferred", number, "write", None, []))
+                self._tell(("transferred", number, None, []))
 
-    def _retain(self, orders: list[tuple[int, int, int]]) -> None:
-        """Of what was kept, and copied to this node, let all go but these: term, round and step."""
+    def _retain(self, retained: list[tuple[int, int, int]]) -> None:
         from holdfast.snapshots.slots import COPY, KEPT
 
         slots = self.ledger.slots.values()
         for snapshot in {slot.snapshot for slot in slots if slot.snapshot is not None and slot.pins & {KEPT, COPY}}:
-            if snapshot[:3] not in orders:
+            if snapshot[:3] not in retained:
                 self.act([*self.ledger.unpin(snapshot, KEPT), *self.ledger.unpin(snapshot, COPY)])
 
     @property
@@ -136,8 +119,8 @@ class Snapshots:
 
     def begin(self, limit: int, *round: Any) -> None:
         """A new round: the last one's workers are gone. `round` are the arguments of `Ledger.begin`."""
-        for line in [*self._lines.values()]:
-            self._close(line)
+        for rank in [*self._workers]:
+            self._close(rank)
         self._limit, self._round = limit, round
         if self._ledger is not None:
             self._ledger.limit = limit
@@ -160,12 +143,18 @@ class Snapshots:
             return
         ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        self._lines[ours.fileno()] = _Line(self._round[3][id_], ours)
+        rank = self._round[3][id_]
+        self._close(rank)  # That of a worker in its place before.
+        self._workers[rank] = ours
         self._poller.register(ours.fileno(), select.POLLIN)
         fds[messages.VARIABLE] = theirs.detach()
 
     def fds(self) -> list[int]:
-        return [*self._files.values(), *self._lines, *(self._transfers.fds() if self._transfers is not None else [])]
+        of_peers = self._transfers.fds() if self._transfers is not None else []
+        return [*self._files.values(), *self._worker_fds(), *of_peers]
+
+    def _worker_fds(self) -> list[int]:
+        return [sock.fileno() for sock in self._workers.values()]
 
     def duplicate(self, slot: int) -> int:
         """Another descriptor of a slot's memory."""
@@ -175,28 +164,27 @@ class Snapshots:
         return self._tell_at if self._has_news else None
 
     def hear(self, ready: list[int], *, is_end: bool = False) -> None:
-        for fd in ready:
-            if fd in self._lines:
-                self._serve(self._lines[fd])
+        for rank, sock in [*self._workers.items()]:
+            if sock.fileno() in ready:
+                self._serve(rank, sock)
         if self._transfers is not None and self._transfers.hear(ready):
             self._has_news = True
         now = time.monotonic()
         if self._has_news and (is_end or now >= self._tell_at):
             self._has_news, self._tell_at = False, now + _TELL_EVERY_S
-            newest = self.ledger.newest
-            own = self.ledger.ranks
+            newest, own = self.ledger.newest, self.ledger.ranks
             parts = [(each.snapshot, each.rank, each.size, each.rank in own) for each in self.ledger.slots.values()]
-            self._tell(("parts", [part for part in parts if part[0] is not None]))
-            self._tell(("held", self.ledger.held(), newest[2] if newest else None, self.ledger.used))
+            held = [part for part in parts if part[0] is not None]
+            self._tell(("held", held, newest[2] if newest else None, self.ledger.used))
 
     def settle(self) -> None:
         """Take what workers have sent before they ended, and tell all that is new."""
-        self.hear([*self._lines], is_end=True)
+        self.hear(self._worker_fds(), is_end=True)
 
     def end(self) -> None:
         """The run is over, and the spawner stays for another one: nothing of this one may be left."""
-        for line in [*self._lines.values()]:
-            self._close(line)
+        for rank in [*self._workers]:
+            self._close(rank)
         if self._transfers is not None:
             self._transfers.end()
         while self._files:
@@ -204,28 +192,28 @@ class Snapshots:
 
     # Workers.
 
-    def _serve(self, line: _Line) -> None:
+    def _serve(self, rank: int, sock: _socket.socket) -> None:
         for _ in range(_REQUESTS_A_TURN):
             try:
-                packet = line.sock.recv(HEAD.size + 1)
+                packet = sock.recv(HEAD.size + 1)
             except BlockingIOError:
                 return
             except OSError:
                 packet = b""
             if not packet:
-                self._close(line)
+                self._close(rank)
                 return
-            if not self._answer(line, packet):
-                self._hang_up(line, "it has sent something that is no request")
-            if line.sock.fileno() < 0:
+            if not self._answer(rank, packet):
+                self._hang_up(rank, "it has sent something that is no request")
+            if sock.fileno() < 0:
                 return
 
-    def _answer(self, line: _Line, packet: bytes) -> bool:
+    def _answer(self, rank: int, packet: bytes) -> bool:
         """Whether it was a request."""
         if len(packet) != HEAD.size:
             return False
         kind, request, *numbers = HEAD.unpack(packet)
-        ledger, rank = self.ledger, line.rank
+        ledger = self.ledger
         if kind == messages.WANT:
             self.act(ledger.want(rank, request, numbers[0]))
         elif kind == messages.COMMIT:
@@ -250,7 +238,7 @@ class Snapshots:
                     self._tell(("kept_step", snapshot))
                 case ("warn", text):
                     self._tell(("warn", text))
-                case ("give", rank, request, slot, _):
+                case ("give", rank, request, slot):
                     if problem := self._failures.pop(slot, ""):
                         self._send(rank, packed(messages.REFUSED, request, text=problem))
                     else:
@@ -293,30 +281,27 @@ class Snapshots:
         os.close(fd)
 
     def _send(self, rank: int, packet: bytes, fds: Iterable[int] = ()) -> None:
-        if (line := self._line_of(rank)) is None:
+        if rank not in self._workers:
             return
         rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", fd)) for fd in fds]
         try:
-            line.sock.sendmsg([packet], rights)
+            self._workers[rank].sendmsg([packet], rights)
         except (BlockingIOError, InterruptedError):
-            self._hang_up(line, "it takes no answers")
+            self._hang_up(rank, "it takes no answers")
         except OSError:  # It is gone.
-            self._close(line)
+            self._close(rank)
 
-    def _line_of(self, rank: int) -> _Line | None:
-        return next((line for line in self._lines.values() if line.rank == rank), None)
+    def _hang_up(self, rank: int, why: str) -> None:
+        self._tell(("warn", f"rank {rank} can save no snapshots any more in this round: {why}"))
+        self._close(rank)
 
-    def _hang_up(self, line: _Line, why: str) -> None:
-        self._tell(("warn", f"rank {line.rank} can save no snapshots any more in this round: {why}"))
-        self._close(line)
-
-    def _close(self, line: _Line) -> None:
-        if (fd := line.sock.fileno()) >= 0:
+    def _close(self, rank: int) -> None:
+        if rank in self._workers:
             if self._ledger is not None:
-                self._ledger.cancel(line.rank)
-            self._poller.unregister(fd)
-            del self._lines[fd]
-            line.sock.close()
+                self._ledger.cancel(rank)
+            sock = self._workers.pop(rank)
+            self._poller.unregister(sock.fileno())
+            sock.close()
 
 
 def _available_bytes() -> int:

@@ -7,7 +7,7 @@ holds no descriptor of the spawner's but those that it is sent, so a slot's memo
 An order of the agent has a number and concerns one snapshot; its parts become orders of the transfer process:
 
     fetch, ((rank, address, port)...)     from other nodes
-    read, (rank...)                       from the directory of snapshots
+    read, ((rank, directory)...)          from files
     send, ((address, port)...)            copies of the parts of this node's ranks
     write, (directory, with_copies)       files of these parts; and of copies that are here, if there is none
 
@@ -27,38 +27,32 @@ from holdfast.snapshots.slots import COPY
 TYPE_CHECKING = False  # The constant of that name in `typing`, without the import.
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from typing import Any, NoReturn, Protocol
+    from typing import Any, NoReturn
 
+    from holdfast.process.spawner.snapshots import Snapshots
     from holdfast.process.spawner.wire import Message
-    from holdfast.snapshots.slots import Action, Ledger, Slot, Snapshot
-
-    class Slots(Protocol):
-        """The node's slots, with their memory files."""
-
-        @property
-        def ledger(self) -> Ledger: ...
-        def act(self, actions: Iterable[Action]) -> None: ...
-        def duplicate(self, slot: int) -> int: ...
+    from holdfast.snapshots.slots import Action, Slot, Snapshot
 
 
 _MOST_DEATHS = 8  # After that, peers cannot start another process.
 
 
 class _Batch:
-    """One order of the agent. `place` is the term and the round in which it was given."""
+    """One order of the agent. `place` is the term and the round in which it was given, `left` how many of its parts
+    are on their way."""
 
-    __slots__ = ("kind", "left", "pin", "place", "problems", "snapshot")
+    __slots__ = ("is_load", "left", "number", "pin", "place", "problems", "snapshot")
 
-    def __init__(self, number: int, kind: str, snapshot: Snapshot, place: tuple[int, int]) -> None:
-        self.kind, self.snapshot, self.place, self.pin = kind, snapshot, place, f"{kind} {number}"
-        self.left: dict[int, int] = {}  # Order of the transfer process -> rank.
+    def __init__(self, number: int, is_load: bool, snapshot: Snapshot, place: tuple[int, int]) -> None:
+        self.number, self.is_load, self.snapshot, self.place = number, is_load, snapshot, place
+        self.left, self.pin = 0, f"order {number}"
         self.problems: list[str] = []
 
 
 class Transfers:
     """`settings` are the key, the bandwidth, the directory, the files for TLS, if it is spoken, and the id of the run,
-    for `snapshots.transfer.Transfer`. `settle` is called
-    in the forked process with the descriptors to keep; `report` tells the agent."""
+    for `snapshots.transfer.Transfer`. `settle` is called in the forked process with the descriptors to keep; `report`
+    tells the agent."""
 
     def __init__(
         self,
@@ -66,7 +60,7 @@ class Transfers:
         listener_fd: int,
         poller: select.poll,
         settle: Callable[[list[int]], None],
-        slots: Slots,
+        slots: Snapshots,
         report: Callable[[Message], None],
     ) -> None:
         self._settings, self._listener_fd, self._poller = settings, listener_fd, poller
@@ -74,9 +68,9 @@ class Transfers:
         self._channel: Channel | None = None
         self.pid = 0  # Of the process; 0 if there is none.
         self._numbers = self._deaths = 0
-        self._batches: dict[int, _Batch] = {}
-        self._filling: dict[int, tuple[Slot, int, Snapshot, int]] = {}  # Question -> slot, order, snapshot, bytes.
-        self._reading: dict[int, tuple[Snapshot, str]] = {}  # Question -> what is pinned for a peer.
+        self._orders: dict[int, tuple[_Batch, int]] = {}  # Of the process: of which batch, and for which rank.
+        # Slots that the process has, by its question: what follows when it needs one no more, filled or not.
+        self._lent: dict[int, Callable[[bool], list[Action]]] = {}
         if listener_fd >= 0:
             poller.register(listener_fd, select.POLLIN)
 
@@ -150,11 +144,9 @@ class Transfers:
             self._poller.register(self._listener_fd, select.POLLIN)
             if self._deaths >= _MOST_DEATHS:
                 self._stop_listening()
-        for question in [*self._filling]:
-            self._drop(question)
-        for question in [*self._reading]:
-            self._release(question)
-        for number in [number for batch in self._batches.values() for number in batch.left]:
+        for question in [*self._lent]:
+            self._take_back(question)
+        for number in [*self._orders]:
             self._end(number, "the transfer process has ended")
 
     def fds(self) -> list[int]:
@@ -173,40 +165,32 @@ class Transfers:
     # What the agent orders.
 
     def order(self, number: int, kind: str, snapshot: Snapshot, argument: Any) -> None:
-        ledger = self._slots.ledger
-        batch = self._batches[number] = _Batch(number, kind, snapshot, (ledger.term, ledger.round))
+        ledger, is_load = self._slots.ledger, kind in ("fetch", "read")
+        batch = _Batch(number, is_load, snapshot, (ledger.term, ledger.round))
         problem = "" if self._channel is not None else self._fork()
-        orders: list[tuple[int, tuple[Any, ...], int]] = []  # Rank, what the order says, and the slot.
+        parts: list[tuple[tuple[Any, ...], int]] = []  # What each order says, from the rank on, and the slot.
         if not problem:
-            match kind:
-                case "fetch":
-                    orders = [(rank, (rank, address, port), -1) for rank, address, port in argument]
-                case "read":
-                    orders = [(rank, (rank, self._settings[2]), -1) for rank in argument]
-                case _:
-                    orders = [*self._of_own_parts(batch, argument)]
-                    problem = "" if orders else "this node has no part of it"
-            for rank, words, slot in orders:
-                self._numbers += 1
-                batch.left[self._numbers] = rank
-                fds = (self._slots.duplicate(slot),) if slot >= 0 else ()
-                self._send((kind, self._numbers, snapshot, *words), fds)
+            parts = [(each, -1) for each in argument] if is_load else [*self._own_parts(batch, kind, argument)]
+            problem = "" if parts or is_load else "this node has no part of it"
+        for words, slot in parts:
+            self._numbers += 1
+            self._orders[self._numbers], batch.left = (batch, words[0]), batch.left + 1
+            fds = (self._slots.duplicate(slot),) if slot >= 0 else ()
+            self._send((kind, self._numbers, snapshot, *words), fds)
         if problem:
             batch.problems.append(problem)
-            if kind in ("fetch", "read"):
-                ranks = [each[0] if kind == "fetch" else each for each in argument]
-                self._slots.act(ledger.fetch_failed(ranks, problem))
-        self._settle_batch(number)
+            if is_load:
+                self._slots.act(ledger.fetch_failed([rank for rank, *_ in argument], problem))
+        self._settle_batch(batch)
 
-    def _of_own_parts(self, batch: _Batch, argument: Any) -> Iterable[tuple[int, tuple[Any, ...], int]]:
+    def _own_parts(self, batch: _Batch, kind: str, argument: Any) -> Iterable[tuple[tuple[Any, ...], int]]:
         """One part is enough of a replicated snapshot. The parts of this node's ranks come first."""
-        ledger, snapshot, is_write = self._slots.ledger, batch.snapshot, batch.kind == "write"
+        ledger, snapshot, is_write = self._slots.ledger, batch.snapshot, kind == "write"
         slots = {slot.rank: slot for slot in ledger.pin(snapshot, batch.pin)}
         own, others = sorted({*slots} & {*ledger.ranks}), sorted({*slots} - {*ledger.ranks})
         for rank in (own + others if is_write and argument[1] else own)[: 1 if snapshot[4] else None]:
-            known = (rank, slots[rank].size)
             for words in [(argument[0], rank in others)] if is_write else argument:
-                yield rank, (*known, *words), slots[rank].number
+                yield (rank, slots[rank].size, *words), slots[rank].number
 
     def complete(self, step: int) -> None:
         """All nodes have stored it."""
@@ -228,39 +212,33 @@ class Transfers:
                 self._end(number, why)
             case ("room", question, number, snapshot, rank, size):
                 self._give_room(question, number, snapshot, rank, size)
-            case ("received", question):
-                if question in self._filling:
-                    slot, _, snapshot, size = self._filling.pop(question)
-                    self._slots.act(self._slots.ledger.arrived(slot.number, snapshot, size))
             case ("give", question, snapshot, rank):
                 self._give(question, snapshot, rank)
-            case ("dropped", question):
-                self._drop(question)
-                self._release(question)
+            case ("received" | "dropped" as word, question):
+                self._take_back(question, is_filled=word == "received")
             case ("line", text):
                 self._report(("warn", text))
 
     def _give_room(self, question: int, number: int, snapshot: Snapshot, rank: int, size: int) -> None:
-        ledger, batch = self._slots.ledger, self._batch_of(number)
-        place = (ledger.term, ledger.round)
+        ledger, order = self._slots.ledger, self._orders.get(number)
         made: Slot | str
-        if (batch.place if batch is not None else snapshot[:2]) != place:
+        if (order[0].place if order is not None else snapshot[:2]) != (ledger.term, ledger.round):
             made = f"this node is in round {ledger.round}"
         elif ledger.find(snapshot, rank) is not None:
             made = "held"
         else:
-            made, actions = ledger.receive(rank, size, *((COPY,) if batch is None else ()))
+            made, actions = ledger.receive(rank, size, *((COPY,) if order is None else ()))
             self._slots.act(actions)
         if not isinstance(made, str) and made.number not in ledger.slots:
             made = "there is no memory for it"
         if isinstance(made, str):
             self._send(("given", question, 0, made), ())
             return
-        self._filling[question] = (made, number, snapshot, size)
-        self._send(("given", question, size, ""), (self._slots.duplicate(made.number),))
-
-    def _batch_of(self, number: int) -> _Batch | None:
-        return next((batch for batch in self._batches.values() if number in batch.left), None)
+        slot = made.number
+        self._lent[question] = lambda is_filled: (
+            ledger.arrived(slot, snapshot, size) if is_filled else ledger.lost(slot)
+        )
+        self._send(("given", question, size, ""), (self._slots.duplicate(slot),))
 
     def _give(self, question: int, snapshot: Snapshot, rank: int) -> None:
         ledger = self._slots.ledger
@@ -270,41 +248,26 @@ class Transfers:
             return
         pin = f"give {question}"
         slot.pins.add(pin)
-        self._reading[question] = (snapshot, pin)
+        self._lent[question] = lambda _: ledger.unpin(snapshot, pin)
         self._send(("given", question, slot.size, ""), (self._slots.duplicate(slot.number),))
 
-    def _release(self, question: int) -> None:
-        if question in self._reading:
-            self._slots.act(self._slots.ledger.unpin(*self._reading.pop(question)))
-
-    def _drop(self, question: int) -> None:
-        if question in self._filling:
-            slot = self._filling.pop(question)[0]
-            self._slots.act(self._slots.ledger.lost(slot.number))
+    def _take_back(self, question: int, *, is_filled: bool = False) -> None:
+        if question in self._lent:
+            self._slots.act(self._lent.pop(question)(is_filled))
 
     def _end(self, number: int, why: str) -> None:
         """A part has arrived, or was sent, or written; or will not be."""
-        found = next(((key, batch) for key, batch in self._batches.items() if number in batch.left), None)
-        if found is None:
+        if number not in self._orders:
             return
-        key, batch = found
-        rank, ledger = batch.left.pop(number), self._slots.ledger
-        for question in [question for question, (_, of, _, _) in self._filling.items() if of == number]:
-            if why:
-                self._drop(question)
-            else:
-                slot, _, snapshot, size = self._filling.pop(question)
-                self._slots.act(ledger.arrived(slot.number, snapshot, size))
+        (batch, rank), ledger = self._orders.pop(number), self._slots.ledger
+        batch.left -= 1
         if why:
             batch.problems.append(why)
-            if batch.kind in ("fetch", "read") and batch.place == (ledger.term, ledger.round):
+            if batch.is_load and batch.place == (ledger.term, ledger.round):
                 self._slots.act(ledger.fetch_failed([rank], why))
-        self._settle_batch(key)
+        self._settle_batch(batch)
 
-    def _settle_batch(self, key: int) -> None:
-        batch = self._batches[key]
+    def _settle_batch(self, batch: _Batch) -> None:
         if not batch.left:
-            del self._batches[key]
-            if batch.kind in ("send", "write"):
-                self._slots.act(self._slots.ledger.unpin(batch.snapshot, batch.pin))
-            self._report(("transferred", key, batch.kind, batch.snapshot, batch.problems[:4]))
+            self._slots.act(self._slots.ledger.unpin(batch.snapshot, batch.pin))
+            self._report(("transferred", batch.number, batch.snapshot, batch.problems[:4]))

@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError
@@ -21,7 +21,7 @@ from holdfast.rendezvous.membership import frames, keys, protocol
 if TYPE_CHECKING:
     import ssl
 
-    from holdfast.rendezvous.tls import ReloadingTls
+    from holdfast.tls import ReloadingTls
 
 HANDSHAKE_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 14
@@ -60,7 +60,7 @@ class Target:
     tls: ReloadingTls | None = None
     timeout_s: float = 2.0
     asker: str = "this agent"
-    handshake_timeout_s: float | None = None  # The usual one.
+    handshake_timeout_s: float = field(default_factory=lambda: HANDSHAKE_TIMEOUT_S)
 
     @property
     def endpoint(self) -> str:
@@ -99,15 +99,11 @@ class Target:
             if sock.getsockname() == sock.getpeername():  # On one host the kernel may connect a socket to itself.
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(self._patience_s)
+            sock.settimeout(self.handshake_timeout_s)
             return sock if self.tls is None else self._secure(sock, self.tls.context())
         except BaseException:
             sock.close()
             raise
-
-    @property
-    def _patience_s(self) -> float:
-        return HANDSHAKE_TIMEOUT_S if self.handshake_timeout_s is None else self.handshake_timeout_s
 
     def _reach(self) -> socket.socket:
         """A refusal tells that no coordinator runs only if every address of the name refuses."""
@@ -180,7 +176,7 @@ class Target:
     def _read(self, sock: socket.socket, stream: frames.Frames, kind: type) -> Any:
         """The next message, which is of that kind. Certificates of clients are looked at after the client's side of
         the TLS handshake is over."""
-        ends = time.monotonic() + self._patience_s
+        ends = time.monotonic() + self.handshake_timeout_s
         try:
             while (message := stream.next()) is None:
                 sock.settimeout(max(0.001, ends - time.monotonic()))

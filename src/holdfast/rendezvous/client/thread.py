@@ -31,11 +31,12 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, HostError
 from holdfast.log import Logger
+from holdfast.loop import Mailbox
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from holdfast.rendezvous.client.handshake import OpenConnection, Target, obstacle_of
 from holdfast.rendezvous.client.reachability import Reachability, Say
-from holdfast.rendezvous.coordination import Answering, Mailbox
+from holdfast.rendezvous.coordination import Answering
 from holdfast.rendezvous.membership import model, node, node_lease, protocol
 from holdfast.rendezvous.membership.frames import Frames, Malformed, encode
 from holdfast.rendezvous.membership.node import Participant, Standing

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.etcd.election import Leader
     from holdfast.rendezvous.settings import NodeSettings
 
-DEFAULT_PORT = 29400
 _ETCD_REQUEST_S = 5.0
 _READ_BYTES = 1 << 16
 ASKER = "this command"
@@ -144,7 +143,7 @@ def place_of(parameters: RendezvousParameters) -> tuple[str, int]:
         return static.coordinator_address(parameters)
     if parameters.backend not in ("tcp", "c10d"):
         raise UserError(f"--rdzv-backend {parameters.backend}: only runs on tcp, static or etcd have a coordinator")
-    return endpoints.parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    return endpoints.parse_rendezvous_endpoint(parameters.endpoint, endpoints.DEFAULT_PORT)
 
 
 def leader_on_etcd(chosen: NodeSettings, run_id: str, timeout_s: float) -> Leader | None:

@@ -30,7 +30,7 @@ from holdfast.rendezvous.coordinator.served_run import RunStorage, ServedRun
 from holdfast.rendezvous.coordinator.strangers import Strangers
 from holdfast.rendezvous.membership import model
 from holdfast.rendezvous.membership.protocol import Denied, Hello, Introduction
-from holdfast.rendezvous.tls import ReloadingTls
+from holdfast.tls import ReloadingTls
 
 logger = Logger(__name__)
 

@@ -33,7 +33,7 @@ import msgspec
 
 from holdfast.errors import HoldfastError, UserError
 from holdfast.rendezvous.endpoints import endpoint_text, parse_rendezvous_endpoint
-from holdfast.rendezvous.tls import ReloadingTls
+from holdfast.tls import ReloadingTls
 
 DEFAULT_PORT = 2379
 MAX_ANSWER_BYTES = 8 << 20  # etcd itself takes values of 1.5 MiB by default, which base64 makes 2 MiB.
@@ -252,10 +252,9 @@ class _Member:
         received = bytearray()
         try:
             with self._connect(deadline) as sock:
-                sock.sendall(head.encode() + content)
-                while len(received) <= MAX_ANSWER_BYTES and (piece := sock.recv(_READ_BYTES)):
+                _within(deadline, sock).sendall(head.encode() + content)
+                while len(received) <= MAX_ANSWER_BYTES and (piece := _within(deadline, sock).recv(_READ_BYTES)):
                     received += piece
-                    sock.settimeout(_left_s(deadline))
             if len(received) > MAX_ANSWER_BYTES:
                 raise _Unusable(f"{_NOT_ETCD}: more than {MAX_ANSWER_BYTES >> 20} MiB")
             source: Any = SimpleNamespace(makefile=lambda _: io.BytesIO(received))
@@ -270,14 +269,19 @@ class _Member:
         if self._tls is None:
             return sock
         with sock:  # Its descriptor moves to the other one.
-            sock.settimeout(_left_s(deadline))
-            return self._tls.context().wrap_socket(sock, server_hostname=self._host)
+            return self._tls.context().wrap_socket(_within(deadline, sock), server_hostname=self._host)
 
 
 def _left_s(deadline: float) -> float:
     if (left_s := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return left_s
+
+
+def _within(deadline: float, sock: socket.socket) -> socket.socket:
+    """For the next call, which must not last longer."""
+    sock.settimeout(_left_s(deadline))
+    return sock
 
 
 def _listed(failures: dict[str, EtcdError]) -> str:

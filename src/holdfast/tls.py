@@ -1,5 +1,5 @@
-"""TLS as users set it up: a certificate, its key, and the authority to believe. Every backend refuses the same files
-in the same words.
+"""TLS as users set it up: a certificate, its key, and the authority to believe. Every backend, and the transfer of
+snapshots, refuses the same files in the same words.
 
 Certificates live for days where runs live for weeks, so `ReloadingTls` looks at the files before each connection and
 reads those that were replaced. Files that cannot be used are refused at the start. Later, when a renewal may be half
