@@ -13,10 +13,11 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-from holdfast import escape, loop, procfs, signals
+from holdfast import escape, procfs
 from holdfast.hangs import EXAMINATION_LIMIT_S, compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
 from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
@@ -134,7 +135,9 @@ def _is_at_prompt(leaders: Iterable[int]) -> bool:
 def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = None, *, native: bool = True) -> Picture:
     """Take the stacks of these workers: local rank -> global rank and pid. A signal to the agent cuts it short."""
     trees = {pid: procfs.descendants_of(pid)[:_CHILDREN_LIMIT] for _, pid in workers.values()}
-    found = _look_at_all([*trees, *itertools.chain(*trees.values())], native)
+    look_at = partial(stacks.look_at, native=native, timeout_s=_ONE_DUMP_S)
+    dumped = stacks.dump_all([*trees, *itertools.chain(*trees.values())], look_at, EXAMINATION_LIMIT_S)
+    found = {pid: each if isinstance(each, Look) else Look(pid, trouble=str(each)) for pid, each in dumped}
     looks = []
     for local_rank, (rank, pid) in workers.items():
         # Of the descendants, only Python processes have stacks to show.
@@ -142,22 +145,6 @@ def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = No
         known = watch.known_of(local_rank) if watch is not None else ()
         looks.append(WorkerLook(rank, found[pid], others, *known))
     return compare.picture(looks)
-
-
-def _look_at_all(pids: Collection[int], native: bool) -> dict[int, Look]:
-    wakeup = loop.Wakeup()
-
-    def wait(left_s: float) -> bool:
-        loop.wait_readable([wakeup.fileno()], left_s)
-        wakeup.clear()
-        return not signals.inbox().has_pending
-
-    def look_at(pid: int) -> Look:
-        return stacks.look_at(pid, native=native, timeout_s=_ONE_DUMP_S)
-
-    found = list(stacks.dump_all(pids, look_at, EXAMINATION_LIMIT_S, wakeup.wake, wait))
-    wakeup.close()
-    return {pid: each if isinstance(each, Look) else Look(pid, trouble=str(each)) for pid, each in found}
 
 
 def tell(picture: Picture, destinations: LogsDest, heading: str) -> str:
