@@ -118,7 +118,7 @@ FSDP = Frame("forward", TORCH.replace("distributed_c10d", "fsdp/fully_sharded_da
     ],
 )
 def test_what_is_a_collective(frames: tuple[Frame, ...], expected: bool) -> None:
-    assert worker(0, frames).is_in_collective == expected
+    assert bool(worker(0, frames).collective) == expected
 
 
 def test_a_stopped_python_below_a_shell_is_seen() -> None:
@@ -129,7 +129,7 @@ def test_a_stopped_python_below_a_shell_is_seen() -> None:
 
 def test_native_collectives_are_known_by_their_symbols() -> None:
     native = Frame("gloo::transport::tcp::UnboundBuffer::waitRecv", "libtorch_cpu.so", 0, is_native=True)
-    assert worker(0, (native, *LOCK)).is_in_collective
+    assert worker(0, (native, *LOCK)).collective
 
 
 @pytest.mark.parametrize(

@@ -148,25 +148,26 @@ def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = No
 
 
 def tell(picture: Picture, destinations: LogsDest, heading: str) -> str:
-    """Log the groups and write everything into a file beside the logs of this attempt. Returns its path, if any."""
-    path, trouble = "", "nothing is kept under /dev/null"
-    if directory := directory_for(destinations):
-        try:
-            path = write_file(picture, directory, heading)
-        except OSError as error:
-            trouble = f"{error.strerror} ({directory})"
-    where = f"every thread of every worker: {path}" if path else f"the stacks are in no file: {trouble}"
+    """Log the groups and keep everything in a file. Returns its path, if any."""
+    path, trouble = keep(picture, destinations, heading)
+    why = trouble or "nothing is kept under /dev/null"
+    where = f"every thread of every worker: {path}" if path else f"the stacks are in no file: {why}"
     # Without a file, the log is the only place for the stacks.
     shown = compare.summary(picture) if path else compare.full_text(picture)
     logger.warning("%s\n%s", shown, escape.one_line(where), extra=escape.HAS_LINES)
     return path
 
 
-def directory_for(destinations: LogsDest) -> str:
-    """Where files about this attempt are kept; empty if nothing is."""
+def keep(picture: Picture, destinations: LogsDest, heading: str) -> tuple[str, str]:
+    """Write a file beside the logs of this attempt. Its path, and why there is none; both are empty if nothing is kept
+    of this attempt."""
     paths = (destinations.filtered_stdout, destinations.filtered_stderr, *destinations.error_files.values())
     kept = (os.path.dirname(path) for path in paths if path and path != os.devnull)
-    return next(filter(os.path.isdir, kept), "")
+    directory = next(filter(os.path.isdir, kept), "")
+    try:
+        return (write_file(picture, directory, heading), "") if directory else ("", "")
+    except OSError as error:
+        return "", f"{error.strerror} ({directory})"
 
 
 def write_file(picture: Picture, directory: str, heading: str) -> str:
