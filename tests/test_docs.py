@@ -521,7 +521,7 @@ def test_what_a_worker_finds_is_in_the_table() -> None:
     spec = WorkerSpec("r", 1, None, entrypoint="x", virtual_local_rank=True)
     group = WorkerGroup(spec)
     group.group_rank, group.group_world_size, group.master_addr, group.master_port = 0, 1, "h", 1
-    facts: dict[str, Any] = {"run_id": "run", "round": 1, "restart_count": 0, "max_restarts": 0, "timer_path": "/pipe"}
-    [found] = worker_environments(group, {"OMP_NUM_THREADS": "1"}, **facts).values()
+    place = model.Place(1, 1, 0, 1)
+    [found] = worker_environments(group, {"OMP_NUM_THREADS": "1"}, place, timer_path="/pipe").values()
     table = (ROOT / "docs" / "cli.md").read_text().partition("## What a worker finds")[2].partition("\n## ")[0]
     assert set(found) <= set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))

@@ -96,6 +96,20 @@ def test_the_next_run_starts_from_what_was_kept(kept: Kept) -> None:
     assert kept.warm("--list").out == "nothing is kept\n"
 
 
+@proves("hangs.stacks-prints-stacks-demand")
+def test_stacks_of_workers_whose_spawner_was_kept(kept: Kept) -> None:
+    """Their agent is not above them in the tree of processes."""
+    assert kept.warm("decimal").code == 0
+    kept.holdfast.script("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    running = kept.start("--standalone", "--preload=decimal", "job.py")
+    support.wait_until(lambda: "here" in running.so_far().out, "the worker runs")
+    assert ATTACHED in running.so_far().err
+    seen = kept.run(str(running.pid), command=(COMMAND, "stacks"))
+    running.send(signal.SIGTERM)
+    assert ended(running).code == 143
+    assert "<module> (job.py:3)   time.sleep(600)" in seen.out, str(seen)
+
+
 @promise("""workers.preload-keep-unclean-nothing: A run that fails, or that a signal ends, keeps nothing. If its agent
     is killed, what it used is gone with the workers.""")
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGKILL])

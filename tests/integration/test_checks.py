@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -360,6 +361,22 @@ def test_a_runner_that_does_not_answer_is_killed(monkeypatch: pytest.MonkeyPatch
 def test_a_runner_that_is_killed_says_nothing_about_the_node() -> None:
     result, unready = outcome_of(lambda pid: psutil.Process(pid).kill())
     assert (result.state, result.text, unready) == ("unknown", "its process was killed", None)
+
+
+@proves("checks.evidence")
+def test_nor_does_one_that_is_killed_before_it_has_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = os.posix_spawn
+
+    def spawn_dead(*args: Any, **options: Any) -> int:
+        pid = spawn(*args, **options)
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return pid
+
+    monkeypatch.setattr(os, "posix_spawn", spawn_dead)
+    process = CheckProcess(order("memory"))
+    assert (process.read(), process.has_ended()) == (([], True), True)
+    process.close()
 
 
 @proves("checks.owned")

@@ -126,6 +126,15 @@ def test_stacks_that_take_too_long_do_not_hold_up_the_restart(
     assert "the dump did not finish in time" in caplog.text
 
 
+@proves("hangs.stacks-take-long-written", "hangs.failure-watch-ends-healthy")
+def test_without_a_thread_for_the_stacks_the_restart_comes_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    support.refuse_threads(monkeypatch, "holdfast-stacks")
+    assert elastic_launch(config(tmp_path, 1), stall)(1, 1) == {0: "1", 1: "1"}
+    assert "(no stack: can't start new thread)" in caplog.text
+
+
 @proves("hangs.stacks-take-long-written")
 def test_a_full_disk_costs_the_file_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from holdfast import launcher
 from holdfast.agent import RunResult, WorkerState
 from holdfast.errors import UserError
+from holdfast.failures import leftovers
 from holdfast.launcher import LaunchConfig, elastic_launch
 from holdfast.process import DefaultLogsSpecs, SignalException
 from holdfast.process.errors import ChildFailedError, ProcessFailure
@@ -408,3 +410,14 @@ def test_warnings_say_who_speaks(before: str, starts: list[str], tmp_path: Path)
     with support.python(script, before) as process:
         lines = process.communicate(timeout=100)[1].splitlines()
     assert [line.partition(" with code 1")[0] for line in lines if line.endswith("; restart 1 of 1")] == starts
+
+
+@promise("""failures.left-behind-bounded: A mount that does not answer does not hold up the end of the run: what workers
+    left there is not looked for any more after 2 s.""")
+def test_files_that_cannot_be_looked_for_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    test_is_over, waited = threading.Event(), list[bool]()
+    monkeypatch.setattr(leftovers, "left_by", lambda *_: waited.append(test_is_over.wait(20.0)) or [])
+    with pytest.raises(ChildFailedError):
+        elastic_launch(config(1), "false")()
+    assert waited == [], "the run has ended before that"
+    test_is_over.set()

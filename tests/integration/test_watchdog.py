@@ -112,14 +112,19 @@ def test_a_path_that_cannot_be_used_is_replaced_by_a_private_one(
 
 
 @proves("timers.torchelastic-file-unusable")
-def test_without_any_place_for_a_pipe_workers_run_without_a_watchdog(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("lacks", ["a place for a pipe", "a thread"])
+def test_what_the_watchdog_lacks_does_not_end_the_job(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "missing"))
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
+    if lacks == "a thread":
+        (tmp_path / "temporary").mkdir()
+        support.refuse_threads(monkeypatch, "holdfast-timer")
     monkeypatch.setenv(TORCHELASTIC_TIMER_FILE, str(tmp_path))
     assert elastic_launch(config(tmp_path, 0), int)() == {0: 0, 1: 0}
     assert len([line for line in caplog.messages if line.endswith("; workers run without a watchdog")]) == 1
+    assert not list(tmp_path.glob("temporary/*")), "no pipe is left"
 
 
 @promise("""timers.value-torchelastic-enable-file: A value of `TORCHELASTIC_ENABLE_FILE_TIMER` that is neither 0 nor 1

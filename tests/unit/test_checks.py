@@ -8,7 +8,6 @@ import pytest
 
 from holdfast.checks import built_in, gate, link
 from holdfast.checks.gate import (
-    AskForPlace,
     CheckResult,
     ChecksEnded,
     Gate,
@@ -65,123 +64,94 @@ def test_a_wrong_check_is_named(text: str, problem: str) -> None:
     assert problem in str(caught.value)
 
 
-# When and what event, and the commands that follow.
-Story = list[tuple[float, gate.Event, list[gate.Command]]]
+# When and what event, the commands that follow, and what the run is to know then: None if the node is ready. Before all
+# of them a place is wanted at 0, and the checks begin.
+Story = list[tuple[float, gate.Event, list[gate.Command], str | None]]
+PASSED: Story = [(0, ChecksEnded(GOOD), [Report(GOOD)], None), (2, RoundBegun(), [], None)]
 EXCLUDING: dict[str, Story] = {
-    "the first join waits for the checks": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (1, ChecksEnded(GOOD), [Report(GOOD), AskForPlace(None)]),
-        (2, RoundBegun(), []),
-    ],
     "results hold for ten minutes, so a restart asks at once": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (1, ChecksEnded(GOOD), [Report(GOOD), AskForPlace(None)]),
-        (2, RoundBegun(), []),
-        (600, PlaceWanted(), [AskForPlace(None)]),
-        (600, RoundBegun(), []),
-        (601, PlaceWanted(), [AskForPlace(""), StartChecks()]),
+        *PASSED,
+        (599, PlaceWanted(), [], None),
+        (599, RoundBegun(), [], None),
+        (600, PlaceWanted(), [StartChecks()], ""),
     ],
-    "a suspicion ends them": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (1, ChecksEnded(GOOD), [Report(GOOD), AskForPlace(None)]),
-        (2, RoundBegun(), []),
-        (3, Suspected(), []),
-        (4, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-    ],
-    "no evidence passes": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (1, ChecksEnded(NO_EVIDENCE), [Report(NO_EVIDENCE), AskForPlace(None)]),
-    ],
+    "a suspicion ends them": [*PASSED, (3, Suspected(), [], None), (4, PlaceWanted(), [StartChecks()], "")],
+    "no evidence passes": [(1, ChecksEnded(NO_EVIDENCE), [Report(NO_EVIDENCE)], None)],
     "a failure keeps the node out, for longer each time": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (1, ChecksEnded(BAD), [Report(BAD, 10.0), AskForPlace(REASON)]),
-        (10.9, TimePassed(), []),
-        (11, TimePassed(), [StartChecks()]),
-        (12, ChecksEnded(BAD), [Report(BAD, 20.0)]),  # The run knows already.
-        (32, TimePassed(), [StartChecks()]),
-        (33, ChecksEnded(GOOD), [Report(GOOD), AskForPlace(None)]),
-        (34, RoundBegun(), []),
-        (35, Suspected(), []),
-        (36, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (37, ChecksEnded(BAD), [Report(BAD, 10.0), AskForPlace(REASON)]),  # It counts anew.
-        (38, PlaceWanted(), [AskForPlace(REASON)]),
+        (1, ChecksEnded(BAD), [Report(BAD, 10.0)], REASON),
+        (10.9, TimePassed(), [], REASON),
+        (11, TimePassed(), [StartChecks()], REASON),
+        (12, ChecksEnded(BAD), [Report(BAD, 20.0)], REASON),
+        (32, TimePassed(), [StartChecks()], REASON),
+        (33, ChecksEnded(GOOD), [Report(GOOD)], None),
+        (34, RoundBegun(), [], None),
+        (35, Suspected(), [], None),
+        (36, PlaceWanted(), [StartChecks()], ""),
+        (37, ChecksEnded(BAD), [Report(BAD, 10.0)], REASON),  # It counts anew.
+        (38, PlaceWanted(), [], REASON),
     ],
     "a standby checks again when the results are old, and stays ready": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (0, ChecksEnded(GOOD), [Report(GOOD), AskForPlace(None)]),
-        (599, TimePassed(), []),
-        (600, TimePassed(), [StartChecks()]),
-        (601, ChecksEnded(GOOD), [Report(GOOD)]),
-        (1201, TimePassed(), [StartChecks()]),
-        (1202, ChecksEnded(BAD), [Report(BAD, 10.0), AskForPlace(REASON)]),
+        PASSED[0],
+        (599, TimePassed(), [], None),
+        (600, TimePassed(), [StartChecks()], None),
+        (601, ChecksEnded(GOOD), [Report(GOOD)], None),
+        (1201, TimePassed(), [StartChecks()], None),
+        (1202, ChecksEnded(BAD), [Report(BAD, 10.0)], REASON),
     ],
     "a round that begins stops the checks of a standby": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (0, ChecksEnded(GOOD), [Report(GOOD), AskForPlace(None)]),
-        (600, TimePassed(), [StartChecks()]),
-        (601, RoundBegun(), [StopChecks()]),
-        (602, ChecksEnded(BAD), []),  # Too late.
-        (603, PlaceWanted(), [AskForPlace(""), StartChecks()]),
+        PASSED[0],
+        (600, TimePassed(), [StartChecks()], None),
+        (601, RoundBegun(), [StopChecks()], None),
+        (602, ChecksEnded(BAD), [], None),  # Too late.
+        (603, PlaceWanted(), [StartChecks()], ""),
     ],
 }
-
-
-@pytest.mark.parametrize("name", EXCLUDING)
-def test_the_gate(name: str) -> None:
-    machine = Gate(CheckPlan((DISK,), excludes=True))
-    for now, event, commands in EXCLUDING[name]:
-        assert machine.step(event, now) == commands, (now, event)
-        machine.check()
-
-
+BAD_ONCE: Story = [
+    (1, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0)], REASON),
+    (11, TimePassed(), [StartChecks()], REASON),
+]
+# Without a coordinator the node gives up 15 s after it was ready last.
 ALONE: dict[str, Story] = {
     "it gives up when it has stayed out for so long": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (1, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0), AskForPlace(REASON)]),
-        (11, TimePassed(), [StartChecks()]),
-        (12, ChecksEnded(BAD), [Report(BAD, 20.0, 3.0)]),
-        (14.9, TimePassed(), []),
-        (15, TimePassed(), [GiveUp(REASON)]),
-        (40, TimePassed(), []),
+        *BAD_ONCE,
+        (12, ChecksEnded(BAD), [Report(BAD, 20.0, 3.0)], REASON),
+        (14.9, TimePassed(), [], REASON),
+        (15, TimePassed(), [GiveUp(REASON)], REASON),
+        (40, TimePassed(), [], REASON),
     ],
-    "also while the checks run again": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (1, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0), AskForPlace(REASON)]),
-        (11, TimePassed(), [StartChecks()]),
-        (15, TimePassed(), [StopChecks(), GiveUp(REASON)]),
-    ],
+    "also while the checks run again": [*BAD_ONCE, (15, TimePassed(), [StopChecks(), GiveUp(REASON)], REASON)],
     "the first run of the checks has its own limit": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (20, TimePassed(), []),
-        (21, ChecksEnded(BAD), [Report(BAD, 10.0, 0.0), AskForPlace(REASON)]),
-        (21, TimePassed(), [GiveUp(REASON)]),
+        (20, TimePassed(), [], ""),
+        (21, ChecksEnded(BAD), [Report(BAD, 10.0, 0.0)], REASON),
+        (21, TimePassed(), [GiveUp(REASON)], REASON),
     ],
     "the time begins again after a round": [
-        (0, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (1, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0), AskForPlace(REASON)]),
-        (11, TimePassed(), [StartChecks()]),
-        (12, ChecksEnded(GOOD), [Report(GOOD), AskForPlace(None)]),
-        (12, RoundBegun(), []),
-        (20, Suspected(), []),
-        (21, PlaceWanted(), [AskForPlace(""), StartChecks()]),
-        (22, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0), AskForPlace(REASON)]),
+        *BAD_ONCE,
+        (12, ChecksEnded(GOOD), [Report(GOOD)], None),
+        (12, RoundBegun(), [], None),
+        (20, Suspected(), [], None),
+        (21, PlaceWanted(), [StartChecks()], ""),
+        (22, ChecksEnded(BAD), [Report(BAD, 10.0, 14.0)], REASON),
     ],
 }
+LOGGING: dict[str, Story] = {
+    "a failure that is only logged keeps nothing out": [
+        (1, ChecksEnded(BAD), [Report(BAD)], None),
+        (2, PlaceWanted(), [], None),
+    ]
+}
+GATES = [
+    *((Gate(CheckPlan((DISK,), excludes=True)), story) for story in EXCLUDING.values()),
+    *((Gate(CheckPlan((DISK,), excludes=True), patience_s=15.0), story) for story in ALONE.values()),
+    *((Gate(CheckPlan((DISK,))), story) for story in LOGGING.values()),
+]
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_the_gate_of_a_node_without_a_coordinator(name: str) -> None:
-    machine = Gate(CheckPlan((DISK,), excludes=True), patience_s=15.0)
-    for now, event, commands in ALONE[name]:
-        assert machine.step(event, now) == commands, (now, event)
+@pytest.mark.parametrize(("machine", "story"), GATES, ids=[*EXCLUDING, *ALONE, *LOGGING])
+def test_the_gate(machine: Gate, story: Story) -> None:
+    for now, event, commands, unready in [(0, PlaceWanted(), [StartChecks()], ""), *story]:
+        assert (machine.step(event, now), machine.unready) == (commands, unready), (now, event)
         machine.check()
-
-
-def test_a_failure_that_is_only_logged_keeps_nothing_out() -> None:
-    machine = Gate(CheckPlan((DISK,)))
-    machine.step(PlaceWanted(), 0.0)
-    assert machine.step(ChecksEnded(BAD), 1.0) == [Report(BAD), AskForPlace(None)]
-    assert machine.step(PlaceWanted(), 2.0) == [AskForPlace(None)]
 
 
 def test_a_thousand_retries_are_ten_minutes_apart_in_the_end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +12,17 @@ from holdfast.agent import ranks
 from holdfast.agent.environment import log_line_prefixes, macros, worker_environments
 from holdfast.agent.model import Worker, WorkerGroup, WorkerSpec
 from holdfast.errors import InternalError, UserError
+from holdfast.frozen import changed
+from holdfast.rendezvous.membership.model import Place
 from tests.promises import promise, proves
 
-FACTS: dict[str, Any] = {"run_id": "run-7", "round": 3, "restart_count": 1, "max_restarts": 5}
+PLACE = Place(1, 3, 1, 2, restarts_used=1)
 
 
 def a_group(**overrides: Any) -> WorkerGroup:
     """The second node of two, with three workers after the two of the first."""
-    spec = WorkerSpec("trainer", 3, None, entrypoint="echo", **overrides)
+    handler: Any = SimpleNamespace(get_run_id=lambda: "run-7", use_agent_store=False)
+    spec = WorkerSpec("trainer", 3, handler, entrypoint="echo", max_restarts=5, **overrides)
     group = WorkerGroup(spec)
     group.workers = ranks.assign_ranks([ranks.Member("ps", 2), ranks.Member("trainer", 3)], 1)
     group.group_rank, group.group_world_size = 1, 2
@@ -28,7 +32,7 @@ def a_group(**overrides: Any) -> WorkerGroup:
 
 @promise("ranks.worker-gets-variable-torchrun: A worker gets every variable that torchrun sets, and `HOLDFAST_ROUND`.")
 def test_a_worker_is_told_everything() -> None:
-    environments = worker_environments(a_group(), {}, **FACTS)
+    environments = worker_environments(a_group(), {}, PLACE)
     assert sorted(environments) == [0, 1, 2]
     assert environments[2] == {
         "RANK": "4",
@@ -53,7 +57,7 @@ def test_a_worker_is_told_everything() -> None:
 
 @promise("ranks.workers-group-differ: Workers of a group differ only in their ranks.")
 def test_workers_differ_in_their_ranks_only() -> None:
-    environments = worker_environments(a_group(), {}, **FACTS)
+    environments = worker_environments(a_group(), {}, PLACE)
     differing = {
         name: [environments[rank][name] for rank in range(3)]
         for name in environments[0]
@@ -63,17 +67,26 @@ def test_workers_differ_in_their_ranks_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "name", "value"),
+    ("place", "told", "name", "value"),
     [
-        ({"use_agent_store": True}, "TORCHELASTIC_USE_AGENT_STORE", "True"),
-        ({"timer_path": "/tmp/timer"}, "TORCHELASTIC_TIMER_FILE", "/tmp/timer"),
-        ({"timer_path": None}, "TORCHELASTIC_TIMER_FILE", None),
-        ({"timer_path": ""}, "TORCHELASTIC_TIMER_FILE", None),
-        ({"round": 12}, "HOLDFAST_ROUND", "12"),
+        ({"has_store": True}, {}, "TORCHELASTIC_USE_AGENT_STORE", "True"),
+        ({"free_port": 7}, {}, "HOLDFAST_FREE_PORT", "7"),
+        ({"round": 12}, {}, "HOLDFAST_ROUND", "12"),
+        ({}, {"timer_path": "/tmp/timer"}, "TORCHELASTIC_TIMER_FILE", "/tmp/timer"),
+        ({}, {"timer_path": None}, "TORCHELASTIC_TIMER_FILE", None),
+        ({}, {"timer_path": ""}, "TORCHELASTIC_TIMER_FILE", None),
     ],
 )
-def test_what_depends_on_the_round(facts: dict[str, Any], name: str, value: str | None) -> None:
-    assert worker_environments(a_group(), {}, **{**FACTS, **facts})[0].get(name) == value
+def test_what_depends_on_the_round(place: dict[str, Any], told: dict[str, Any], name: str, value: str | None) -> None:
+    assert worker_environments(a_group(), {}, changed(PLACE, **place), **told)[0].get(name) == value
+
+
+@pytest.mark.parametrize("handler", [None, SimpleNamespace(get_run_id=str, use_agent_store=True)])
+def test_a_handler_may_say_that_the_agent_has_the_store(handler: Any) -> None:
+    group = a_group()
+    group.spec.rdzv_handler = handler
+    told = worker_environments(group, {}, PLACE)[0]["TORCHELASTIC_USE_AGENT_STORE"]
+    assert told == str(handler is not None)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +104,7 @@ def test_what_depends_on_the_round(facts: dict[str, Any], name: str, value: str 
     ],
 )
 def test_what_comes_from_the_agents_environment(agent_environ: dict[str, str], name: str, value: str | None) -> None:
-    assert worker_environments(a_group(), agent_environ, **FACTS)[0].get(name) == value
+    assert worker_environments(a_group(), agent_environ, PLACE)[0].get(name) == value
 
 
 @promise("""ranks.virtual-local-worker-local: With `--virtual-local-rank` each worker has local rank 0 and sees one
@@ -109,7 +122,7 @@ def test_with_virtual_local_ranks_each_worker_has_one_device_of_its_own(
     visible: str | None, devices: list[str]
 ) -> None:
     agent_environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    environments = worker_environments(a_group(virtual_local_rank=True), agent_environ, **FACTS)
+    environments = worker_environments(a_group(virtual_local_rank=True), agent_environ, PLACE)
     assert [environments[rank]["CUDA_VISIBLE_DEVICES"] for rank in range(3)] == devices
     assert [environments[rank]["LOCAL_RANK"] for rank in range(3)] == ["0", "0", "0"]
     assert [environments[rank]["RANK"] for rank in range(3)] == ["2", "3", "4"]
@@ -120,7 +133,7 @@ def test_with_virtual_local_ranks_each_worker_has_one_device_of_its_own(
 @pytest.mark.parametrize(("visible", "count"), [("5,6", 2), ("5,6,", 2), ("", 0), (" ", 0)])
 def test_too_few_devices_for_virtual_local_ranks_are_named(visible: str, count: int) -> None:
     with pytest.raises(UserError) as caught:
-        worker_environments(a_group(virtual_local_rank=True), {"CUDA_VISIBLE_DEVICES": visible}, **FACTS)
+        worker_environments(a_group(virtual_local_rank=True), {"CUDA_VISIBLE_DEVICES": visible}, PLACE)
     assert f"CUDA_VISIBLE_DEVICES={visible!r} has {count}, local rank {count} needs {count + 1}" in str(caught.value)
 
 
@@ -129,7 +142,7 @@ def test_a_group_without_a_place_is_refused(name: str) -> None:
     group = a_group()
     setattr(group, name, None)
     with pytest.raises(InternalError, match=name):
-        worker_environments(group, {}, **FACTS)
+        worker_environments(group, {}, PLACE)
 
 
 @promise("ranks.local-argument-becomes-local: `${local_rank}` in an argument becomes the local rank.")

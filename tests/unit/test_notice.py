@@ -204,14 +204,20 @@ def test_a_file_that_appears(
 
 
 @proves("notice.file")
-def test_a_file_for_the_whole_run_is_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_whole_run", [True, False])
+def test_what_a_file_has_announced_is_withdrawn_when_it_is_removed_or_means_others(
+    tmp_path: Path, is_whole_run: bool
+) -> None:
     path, given = tmp_path / "gone", list[NoticeRequest]()
     watch = NoticeFile(str(path), 120.0, given.append)
-    path.write_text('{"whole_run": true}')
-    watch.look()
+    for each in (is_whole_run, not is_whole_run):
+        path.write_text(json.dumps({"whole_run": each}))
+        watch.look()
     path.unlink()
     watch.look()
-    assert given[1] == NoticeRequest(None, f"{path} was removed", is_whole_run=True)
+    scopes = [is_whole_run, is_whole_run, not is_whole_run, not is_whole_run]
+    assert [(each.left_s, each.is_whole_run) for each in given] == [*zip([120.0, None] * 2, scopes, strict=True)]
+    assert given[-1].reason == f"{path} was removed"
 
 
 @proves("notice.file")

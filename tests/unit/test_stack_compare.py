@@ -80,15 +80,19 @@ def test_native_frames_do_not_divide() -> None:
     assert len(picture([worker(0, (poll, *LOCK)), worker(1, (recv, *LOCK))]).groups) == 1
 
 
-def test_whether_the_cause_may_be_elsewhere() -> None:
-    assert picture([worker(0, COLLECTIVE), worker(1, FALLEN_BEHIND)]).is_all_in_collective
-    assert not picture([worker(0, COLLECTIVE), worker(1, LOCK)]).is_all_in_collective
-
-
-def test_the_cause_is_here_unless_all_wait_and_none_stands_out() -> None:
-    assert not picture([worker(0, COLLECTIVE), worker(1, COLLECTIVE)]).is_cause_here
-    assert picture([worker(0, COLLECTIVE), worker(1, FALLEN_BEHIND, step=3)]).is_cause_here
-    assert picture([worker(0, LOCK), worker(1, LOCK)]).is_cause_here
+@pytest.mark.parametrize(
+    ("looks", "all_wait", "is_here"),
+    [
+        ([worker(0, COLLECTIVE), worker(1, COLLECTIVE)], True, False),
+        ([worker(0, COLLECTIVE), worker(1, FALLEN_BEHIND, step=3)], True, True),
+        ([worker(0, COLLECTIVE), worker(1, LOCK)], False, True),
+        ([worker(0, LOCK), worker(1, LOCK)], False, True),
+    ],
+)
+def test_the_cause_is_here_unless_all_wait_and_none_stands_out(
+    looks: list[WorkerLook], all_wait: bool, is_here: bool
+) -> None:
+    assert (picture(looks).is_all_in_collective, picture(looks).is_cause_here) == (all_wait, is_here)
 
 
 @pytest.mark.parametrize(("odd", "pids"), [((1, 3), [101, 103]), ((), [100])])
@@ -103,6 +107,7 @@ def test_every_odd_worker_is_blamed_or_the_first_of_all(odd: tuple[int, ...], pi
 
 RECORD = Frame("wrapper", TORCH.replace("distributed_c10d", "elastic/multiprocessing/errors/__init__"), 356)
 FSDP = Frame("forward", TORCH.replace("distributed_c10d", "fsdp/fully_sharded_data_parallel"), 850)
+GLOO = Frame("gloo::transport::tcp::UnboundBuffer::waitRecv", "libtorch_cpu.so", 0, is_native=True)
 
 
 @pytest.mark.parametrize(
@@ -115,21 +120,11 @@ FSDP = Frame("forward", TORCH.replace("distributed_c10d", "fsdp/fully_sharded_da
         ((Frame("wait", TORCH, 3), *LOCK), True),
         ((Frame("recv", "/home/me/net.py", 3), *LOCK), False),
         ((Frame("barrier", "/home/me/net.py", 3), *LOCK), True),
+        ((GLOO, *LOCK), True),
     ],
 )
 def test_what_is_a_collective(frames: tuple[Frame, ...], expected: bool) -> None:
-    assert worker(0, frames).is_in_collective == expected
-
-
-def test_a_stopped_python_below_a_shell_is_seen() -> None:
-    python = Look(2, "T", (Thread("MainThread", LOCK, True),))
-    seen = picture([WorkerLook(0, Look(1, "S", trouble="no Python"), (python,)), worker(1, LOCK)])
-    assert found(seen, 0).startswith("it was stopped by a signal")
-
-
-def test_native_collectives_are_known_by_their_symbols() -> None:
-    native = Frame("gloo::transport::tcp::UnboundBuffer::waitRecv", "libtorch_cpu.so", 0, is_native=True)
-    assert worker(0, (native, *LOCK)).is_in_collective
+    assert bool(worker(0, frames).collective) == expected
 
 
 @pytest.mark.parametrize(
@@ -155,21 +150,23 @@ def test_a_worker_that_did_not_answer_does_not_stand_out_in_the_report() -> None
     assert [each.ranks for each in folded(seen)] == [(1, 2)]
 
 
-def test_the_sentence_about_the_odd_one() -> None:
-    seen = picture([worker(rank, LOCK if rank == 2 else COLLECTIVE) for rank in range(4)])
-    assert found(seen, 2) == (
-        "it was at train.py:31 in save `lock.acquire()`, while ranks 0, 1, 3 were at train.py:55 in step"
-    )
+SHELL = WorkerLook(2, Look(1, "S", trouble="no Python"), (Look(2, "T", (Thread("MainThread", LOCK, True),)),))
 
 
-def test_the_sentence_about_a_stopped_one() -> None:
-    seen = picture([worker(0, COLLECTIVE), worker(1, LOCK, "T")])
-    assert found(seen, 1).startswith("it was stopped by a signal such as SIGSTOP, at train.py:31 in save")
-
-
-def test_the_sentence_about_a_node_that_only_waits() -> None:
-    seen = picture([worker(rank, COLLECTIVE) for rank in range(4)])
-    assert found(seen, 0) == "it was at train.py:55 in step; all 4 workers of this node waited for peers"
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (
+            worker(2, LOCK),
+            "it was at train.py:31 in save `lock.acquire()`, while ranks 0, 1, 3 were at train.py:55 in step",
+        ),
+        (worker(2, LOCK, "T"), "it was stopped by a signal such as SIGSTOP, at train.py:31 in save"),
+        (SHELL, "it was stopped by a signal such as SIGSTOP, at train.py:31 in save"),
+        (worker(2, COLLECTIVE), "it was at train.py:55 in step; all 4 workers of this node waited for peers"),
+    ],
+)
+def test_the_sentence_about_a_worker(odd: WorkerLook, words: str) -> None:
+    assert found(picture([odd, *(worker(rank, COLLECTIVE) for rank in (0, 1, 3))]), 2).startswith(words)
 
 
 def test_the_summary_has_odd_ones_first_with_what_is_known() -> None:

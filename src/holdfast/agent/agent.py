@@ -109,7 +109,7 @@ class SimpleElasticAgent(ElasticAgent):
         import traceback
 
         is_raised = sys.exc_info()[0] is not None
-        cause = traceback.format_exc() if is_raised else causes.cause_of(self._result)
+        cause = traceback.format_exc() if is_raised else causes.failure_of(self._result, 0).text
         return self._records.event("FAILED", raw_error=cause)
 
     def _checks(self, run: Coordination, publisher: Publisher, told: list[Sink]) -> NodeChecks | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import accumulate
 
 from holdfast.agent.model import RunResult, WorkerGroup
 from holdfast.failures import cause, report
@@ -14,10 +15,6 @@ from holdfast.process.spawner import command
 from holdfast.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 from holdfast.rendezvous.membership.model import End, Outcome, Place
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
-
-
-def cause_of(result: RunResult) -> str:
-    return failure_of(result, 0).text
 
 
 def failure_of(result: RunResult, round: int, *, with_evidence: bool = False) -> Failure:
@@ -84,11 +81,11 @@ def report_of(
     before = [0 if not earlier or not earlier[0].has_departed else used[0], *used]
     return RunReport(
         name=command.program_name(spec.entrypoint, spec.args) or spec.get_entrypoint_name(),
-        run_id=str(spec.rdzv_handler.get_run_id()) if spec.rdzv_handler is not None else "",
+        run_id=spec.run_id,
         nodes=group.group_world_size or 1,
         first=first,
         cause=_cause(first, outcome, is_alone=is_alone),
-        node=next((node for node in range(len(sizes)) if 0 <= first.rank < sum(sizes[: node + 1])), None),
+        node=next((node for node, end in enumerate(accumulate(sizes)) if 0 <= first.rank < end), None),
         time=time_text(first.timestamp) if failures else "",
         cascade=cascade,
         stopped=report.by_how(result.stopped) if is_alone else ((("", unfailed),) if unfailed else ()),

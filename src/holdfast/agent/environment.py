@@ -7,10 +7,13 @@ The environment is a delta: what is set on top of the agent's own environment, w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.agent.model import TORCHELASTIC_TIMER_FILE, Worker, WorkerGroup
 from holdfast.errors import InternalError, UserError
+
+if TYPE_CHECKING:
+    from holdfast.rendezvous.membership.model import Place
 
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -19,38 +22,35 @@ _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 def worker_environments(
     group: WorkerGroup,
     agent_environ: Mapping[str, str],
+    place: Place,
     *,
-    run_id: str,
-    round: int,
-    restart_count: int,
-    max_restarts: int,
-    use_agent_store: bool = False,
-    free_port: int = 0,
     timer_path: str | None = None,
     notice_path: str = "",
 ) -> dict[int, dict[str, str]]:
     """The environment delta of each worker of the group, by local rank. `timer_path` is None if there is no file timer
     to reach."""
-    place = {
+    spec = group.spec
+    where = {
         "GROUP_RANK": group.group_rank,
         "GROUP_WORLD_SIZE": group.group_world_size,
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": group.master_port,
     }
-    missing = [name.lower() for name, value in place.items() if value is None]
+    missing = [name.lower() for name, value in where.items() if value is None]
     if missing:
         raise InternalError(f"workers cannot be started before a round has given the group its {', '.join(missing)}")
     common = {
-        **{name: str(value) for name, value in place.items()},
-        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
-        "HOLDFAST_ROUND": str(round),
+        **{name: str(value) for name, value in where.items()},
+        "TORCHELASTIC_RESTART_COUNT": str(place.restarts_used),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.policy.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.run_id,
+        # A handler that was written for another launcher may not know the question.
+        "TORCHELASTIC_USE_AGENT_STORE": str(place.has_store or getattr(spec.rdzv_handler, "use_agent_store", False)),
+        "HOLDFAST_ROUND": str(place.round),
         _NCCL_ERROR_HANDLING: "1",
     }
-    if free_port:
-        common["HOLDFAST_FREE_PORT"] = str(free_port)
+    if place.free_port:
+        common["HOLDFAST_FREE_PORT"] = str(place.free_port)
     if notice_path:
         common["HOLDFAST_NOTICE_FILE"] = notice_path
     if timer_path:

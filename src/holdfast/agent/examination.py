@@ -91,14 +91,11 @@ class Examination:
             return ""
         from holdfast.hangs import watch
 
-        if not (directory := watch.directory_for(context.destinations)):
-            return ""
         heading = f"{self._heading()}\nthe main threads of the workers that ran when another one had failed"
-        try:
-            return watch.write_file(picture, directory, heading)
-        except OSError as error:
-            logger.warning("the stacks are in no file: %s (%s)", error.strerror, directory)
-            return ""
+        path, trouble = watch.keep(picture, context.destinations, heading)
+        if trouble:
+            logger.warning("the stacks are in no file: %s", trouble)
+        return path
 
     def _heading(self) -> str:
         where = f"run {self._group.spec.run_id}, round {self._round}, host {os.uname().nodename}"

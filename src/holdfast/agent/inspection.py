@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import holdfast
 from holdfast.agent.model import WorkerSpec
@@ -19,20 +19,25 @@ from holdfast.process.output.log_files import CHUNK_BYTES, attempt_of, log_path,
 from holdfast.telemetry.redaction import Redactor, secrets_in
 from holdfast.telemetry.status import AgentStatus, WorkerStatus, plain
 
+if TYPE_CHECKING:
+    from holdfast.process.workers.group import PContext
+
 _STACKS_LIMIT_CHARS = 60_000  # In JSON they may become twice as much; both fit into an answer.
 _LOOKS_LIMIT_CHARS = 380_000
 _TEXT_LIMIT_CHARS = 4000
 _LIST_LIMIT = 1000
 
 
-def answer(request: Mapping[str, Any], status: AgentStatus, spec: WorkerSpec, logs_dir: str) -> dict[str, Any]:
+def answer(
+    request: Mapping[str, Any], status: AgentStatus, spec: WorkerSpec, context: PContext | None
+) -> dict[str, Any]:
     match request["command"]:
         case "logs":
             return read_log(status, request)
         case "stacks":
-            return take_stacks(status, request)
+            return take_stacks(status, request, context)
         case "config":
-            return describe_config(spec, logs_dir)
+            return describe_config(spec, context.logs_dir if context is not None else "")
         case _:
             return read_events(spec.events_file)
 
@@ -60,7 +65,7 @@ def _is_over(worker: WorkerStatus) -> bool:
     return worker.state not in ("running", "not started")
 
 
-def take_stacks(status: AgentStatus, request: Mapping[str, Any]) -> dict[str, Any]:
+def take_stacks(status: AgentStatus, request: Mapping[str, Any], context: PContext | None) -> dict[str, Any]:
     """`text`: the stacks of the worker of that rank, or of all. Nothing is stopped. On request `looks` has them as
     records (`compare.WorkerLook`), which can be compared with those of other nodes."""
     import json
@@ -70,8 +75,9 @@ def take_stacks(status: AgentStatus, request: Mapping[str, Any]) -> dict[str, An
 
     rank = request.get("rank")
     chosen = status.workers if rank is None else (_worker_of(status, rank),)
-    below = set(procfs.descendants_of(status.pid))
-    found = sorted((each.global_rank, each.pid) for each in chosen if each.pid is not None and each.pid in below)
+    # A kept spawner, and so its workers, are not below this agent. The ids of an agent with hooks may be no pids.
+    own = set(context.running().values()) if context is not None else set(procfs.descendants_of(status.pid))
+    found = sorted((each.global_rank, each.pid) for each in chosen if each.pid is not None and each.pid in own)
     if not found:
         raise HostError("no worker is running there at the moment")
     picture = watch.examine(dict(enumerate(found)), native=request.get("native") is True)

@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import log, procfs, signals, text
@@ -34,7 +35,7 @@ from holdfast.failures.records import Evidence, Failure, Folded
 from holdfast.frozen import changed
 from holdfast.hangs.progress import GroupProgress
 from holdfast.log import Logger
-from holdfast.loop import wait_readable
+from holdfast.loop import call_interruptibly, wait_readable
 from holdfast.process.errors import ProcessFailure, mention_finished
 from holdfast.process.output.lines import Copied
 from holdfast.process.output.logs import DefaultLogsSpecs
@@ -63,6 +64,7 @@ logger = Logger(__name__)
 # A worker may end before the last one is started. Usually that one follows at once, and the group fails as a whole.
 START_PATIENCE_S = 5.0
 _TIMER_TURN_S = 0.1
+_LEFTOVERS_LIMIT_S = 2.0  # To look for files may mean to look at a home directory whose server is gone.
 
 T = TypeVar("T")
 
@@ -166,19 +168,8 @@ class LocalWorkers(Workers):
         calls = self.progress.calls().values() if self.progress is not None else ()
         reached = min((step for _, step in calls if step is not None), default=None)
         self._forget_progress()
-        envs = worker_environments(
-            group,
-            os.environ,
-            run_id=group.spec.run_id,
-            round=self._place.round,
-            restart_count=self._place.restarts_used,
-            max_restarts=group.spec.policy.max_restarts,
-            # A handler that was written for another launcher may not know the question.
-            use_agent_store=self._place.has_store or getattr(group.spec.rdzv_handler, "use_agent_store", False),
-            free_port=self._place.free_port,
-            timer_path=self._start_timer_server(),
-            notice_path=self.notice_path,
-        )
+        timer_path = self._start_timer_server()
+        envs = worker_environments(group, os.environ, self._place, timer_path=timer_path, notice_path=self.notice_path)
         self._prepare_watches(envs)
         template = self._spec.log_line_prefix_template
         prefixes = log_line_prefixes(template, group.spec.role, group.workers, host_name())
@@ -463,9 +454,11 @@ class LocalWorkers(Workers):
 
             crashed = [failure.pid for failure in settled.failures.values() if failure.exitcode < 0]
             environments = self._by_global_rank({rank: {**os.environ, **env} for rank, env in context.envs.items()})
-            left = tuple(leftovers.left_by(environments, crashed, self._began_at))
-            left = (*([stacks] if stacks else []), *left)
-            known = {"logs": context.logs_dir, "left": left, "stragglers": self._behind}
+            left = [stacks] if stacks else []
+            with suppress(TimeoutError, RuntimeError):  # A mount that does not answer, a process at its limit.
+                where = (environments, crashed, self._began_at)
+                left += call_interruptibly(leftovers.left_by, *where, timeout_s=_LEFTOVERS_LIMIT_S)
+            known = {"logs": context.logs_dir, "left": tuple(left), "stragglers": self._behind}
             for rank, failure in settled.failures.items():
                 failure.evidence = changed(failure.evidence, **known, peers=self.examination.peers_of(rank))
         return settled

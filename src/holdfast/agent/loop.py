@@ -419,11 +419,10 @@ class AgentLoop:
             logger.error(trouble)
         result = RunResult(WorkerState.FAILED, failures=dict(settled.failures), stopped=settled.stopped)
         known = (outcome, group, group.spec.policy, self._machine.round, self._place)
-        result.report = causes.report_of(result, *known) if end is End.FAILED else None
-        if result.report is not None and self._workers.snapshots is not None:
-            result.report = changed(result.report, steps_lost=self._workers.snapshots.steps_lost)
-        if result.report is not None and self._checks is not None:
-            result.report = changed(result.report, checks=self._checks.failed())
+        if end is End.FAILED and (told := causes.report_of(result, *known)) is not None:
+            steps_lost = self._workers.snapshots.steps_lost if self._workers.snapshots is not None else None
+            checks = self._checks.failed() if self._checks is not None else ()
+            result.report = changed(told, steps_lost=steps_lost, checks=checks)
         if outcome is not None:
             causes.add_agreed_cause(result, outcome, group.group_world_size or 1)
         return result

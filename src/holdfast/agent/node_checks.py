@@ -101,7 +101,8 @@ class CheckProcess:
                 os.close(results_write)
         os.set_blocking(self._results, False)
         self._unread, self._mark = b"", f"check.{os.urandom(8).hex()}"
-        os.write(self._order, json.dumps({**order, "mark": self._mark}).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # It was killed, which `read` says.
+            os.write(self._order, json.dumps({**order, "mark": self._mark}).encode() + b"\n")
 
     def fileno(self) -> int:
         return self._results
@@ -156,7 +157,7 @@ class NodeChecks(Sink):
         self._ends_by = 0.0
         self._results: dict[str, CheckResult] = {}
         self._turn = 0
-        self._has_news = False  # The run is to be told.
+        self._run_knows: str | None = None  # What the run knows of `Gate.unready`.
         self._closed: list[CheckProcess] = []  # That may not have ended.
         self._served: list[CheckProcess] = []
         self._serving = threading.Lock()
@@ -173,8 +174,8 @@ class NodeChecks(Sink):
     @property
     def unready(self) -> str | None:
         """What to tell the run."""
-        self._has_news = False
-        return self._gate.unready
+        self._run_knows = self._gate.unready
+        return self._run_knows
 
     def waiting_for(self) -> str:
         """For the status; empty if this node is ready. Called in other threads."""
@@ -198,7 +199,7 @@ class NodeChecks(Sink):
         """Whether the run is to be told that this node is ready, or not ready any more."""
         self.look()
         self._step(gate.TimePassed())
-        return self._has_news
+        return self._gate.unready != self._run_knows
 
     def look(self) -> None:
         if self._process is not None:
@@ -253,8 +254,6 @@ class NodeChecks(Sink):
                     self._start()
                 case gate.StopChecks():
                     self._stop()
-                case gate.AskForPlace():
-                    self._has_news = True
                 case gate.Report(results, delay_s, left_s):
                     for sink in self._told:
                         sink.checked(results, delay_s)

@@ -6,7 +6,7 @@
 
 The file may be on a file system on which no event tells that it has appeared, so a thread looks every second. A file
 that makes no sense, or cannot be read, is a notice all the same: it has appeared. It gets a second look, as it may not
-be written to the end. When the file is removed, the notice is withdrawn.
+be written to the end. When the file is removed, or means the whole run instead of this node, the notice is withdrawn.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class NoticeFile:
         try:
             found = os.stat(self._path)
         except FileNotFoundError:
-            if self._version is not None:
-                self._give(NoticeRequest(None, f"{self._path} was removed", self._is_whole_run))
+            self._withdraw("was removed")
             self._version = self._doubtful = None
             return
         except OSError as error:  # A directory that may not be looked into, say.
@@ -81,8 +80,14 @@ class NoticeFile:
             return
         if problem:
             self._warn(f"--notice-file {self._path} is a notice of {self._default_s:g} s: it cannot be read: {problem}")
+        if request.is_whole_run != self._is_whole_run:
+            self._withdraw("was changed")
         self._version, self._is_whole_run = version, request.is_whole_run
         self._give(request)
+
+    def _withdraw(self, why: str) -> None:
+        if self._version is not None:
+            self._give(NoticeRequest(None, f"{self._path} {why}", self._is_whole_run))
 
     def _warn(self, text: str) -> None:
         if text != self._problem:

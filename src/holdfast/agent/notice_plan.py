@@ -23,8 +23,8 @@ class NoticePlan:
     def __init__(self, longest_grace_s: float) -> None:
         self._longest_grace_s = longest_grace_s
         self.going = GoingAway()
-        self._heard_at = 0.0
-        self._at: float | None = None  # When this node is taken away.
+        self._first_at: float | None = None  # When the first node goes.
+        self._at: float | None = None  # When this one does.
         self.stop_at: float | None = None
         self.grace_s = longest_grace_s
 
@@ -39,25 +39,21 @@ class NoticePlan:
 
     def hear(self, going: GoingAway, now: float) -> bool:
         """Whether it is news for people and workers."""
-        before, was_at, was_own_at = self.going, self._at_first(), self._at
-        self.going, self._heard_at = going, now
+        before, was_first_at, was_at = self.going, self._first_at, self._at
+        self.going, self._first_at = going, None if going.left_s is None else now + going.left_s
         if going.own_left_s is None:
             self._at = self.stop_at = None
         elif self._at is None or abs(now + going.own_left_s - self._at) > _SAME_S:
             self._plan(going.own_left_s, now)
-        if _who(going) != _who(before) or (was_own_at is None) != (self._at is None):
+        if _who(going) != _who(before) or self._at != was_at:
             return True
-        at = self._at_first()
-        return was_own_at != self._at or (at is not None and was_at is not None and abs(at - was_at) > _SAME_S)
+        first_at = self._first_at
+        return first_at is not None and was_first_at is not None and abs(first_at - was_first_at) > _SAME_S
 
     def _plan(self, left_s: float, now: float) -> None:
         self.grace_s = min(self._longest_grace_s, left_s / 2) if left_s > 0 else self._longest_grace_s
         self._at = now + left_s
         self.stop_at = max(now, self._at - self.grace_s)
-
-    def _at_first(self) -> float | None:
-        """When the first node goes."""
-        return None if self.going.left_s is None else self._heard_at + self.going.left_s
 
     def must_leave(self, phase: AgentPhase, now: float) -> bool:
         if self.stop_at is None or phase is AgentPhase.ENDED:
@@ -66,7 +62,7 @@ class NoticePlan:
 
     def left_s(self, now: float) -> tuple[float | None, float | None]:
         """Until the first node goes, and until this one does; None if none does."""
-        times = (self._at_first(), self._at)
+        times = (self._first_at, self._at)
         first, own = (None if at is None else max(0.0, at - now) for at in times)
         return first, own
 

@@ -243,8 +243,7 @@ class Publisher(Sink):
     def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from holdfast.agent import inspection
 
-        context = self._workers.context
-        told = inspection.answer(request, self.status, self._group.spec, context.logs_dir if context else "")
+        told = inspection.answer(request, self.status, self._group.spec, self._workers.context)
         if "follower" in request:
             awaiting = self._awaiting(request["follower"])
             told["is_awaited"] = any(each.get("question") == request.get("question") for each in awaiting)

@@ -97,13 +97,6 @@ class StopChecks:
 
 
 @frozen
-class AskForPlace:
-    """Or tell the run that this node is not ready: `unready` is empty while checks run, else it says why."""
-
-    unready: str | None
-
-
-@frozen
 class Report:
     """`delay_s` is until the next try, if the node stays out; `left_s` is until it gives up, if it does."""
 
@@ -119,18 +112,19 @@ class GiveUp:
     reason: str
 
 
-Command = StartChecks | StopChecks | AskForPlace | Report | GiveUp
+Command = StartChecks | StopChecks | Report | GiveUp
 
 
 class Gate:
-    """Of one agent."""
+    """Of one agent. `unready` is what the run is to know: None if this node is ready for a place, empty while its first
+    checks run, else why it is not ready."""
 
     def __init__(self, plan: CheckPlan, patience_s: float = _FOREVER) -> None:
         self._excludes = plan.excludes
         self._patience_s = patience_s
         self._give_up_at = _FOREVER  # While the node is not ready.
         self.state = GateState.IDLE
-        self.unready: str | None = None  # What the run was told last.
+        self.unready: str | None = None
         self._fresh_until = _NEVER
         self._retry_at = 0.0  # While SHUT.
         self._failures = 0  # In a row, with a node that stays out.
@@ -150,11 +144,11 @@ class Gate:
             case ChecksEnded(results):
                 return self._ended(results, now) if self.state is GateState.CHECKING else []
             case RoundBegun():
-                was_checking = self.state is GateState.CHECKING
-                self.state, self.unready, self._give_up_at = GateState.IDLE, None, _FOREVER
-                return [StopChecks()] if was_checking else []
+                self._be_ready()
+                return self._rest()
             case TimePassed() if self.unready and now >= self._give_up_at:
-                return self._give_up(self.unready)
+                self._give_up_at = _FOREVER
+                return [*self._rest(), GiveUp(self.unready)]
             case TimePassed():
                 deadline = self.next_deadline()
                 if deadline is None or now < deadline:
@@ -163,49 +157,46 @@ class Gate:
                 return [StartChecks()]
         assert_never(event)
 
-    def _give_up(self, reason: str) -> list[Command]:
-        stopped: list[Command] = [StopChecks()] if self.state is GateState.CHECKING else []
-        self.state, self.unready, self._give_up_at = GateState.IDLE, None, _FOREVER
-        return [*stopped, GiveUp(reason)]
-
     def _wanted(self, now: float) -> list[Command]:
         if self.state is GateState.SHUT and now < self._retry_at:
-            return [AskForPlace(self.unready)]
+            return []
         if now < self._fresh_until:
-            self.state, self.unready, self._give_up_at = GateState.OPEN, None, _FOREVER
-            return [AskForPlace(None)]
-        self._be_patient(now)
-        was_checking = self.state is GateState.CHECKING
-        self.state, self.unready = GateState.CHECKING, ""
-        return [AskForPlace(""), *([] if was_checking else [StartChecks()])]
+            self.state = GateState.OPEN
+            self._be_ready()
+            return []
+        self._be_unready("", now)
+        was_checking, self.state = self.state is GateState.CHECKING, GateState.CHECKING
+        return [] if was_checking else [StartChecks()]
 
     def _ended(self, results: tuple[CheckResult, ...], now: float) -> list[Command]:
         failed = [each for each in results if each.state == FAILED]
         if not failed or not self._excludes:
             self.state, self._fresh_until, self._failures = GateState.OPEN, now + HOLD_S, 0
-            self._give_up_at = _FOREVER
-            return [Report(results), *self._tell(None)]
+            self._be_ready()
+            return [Report(results)]
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(self._failures, 10))
         self._failures += 1
         self.state, self._fresh_until, self._retry_at = GateState.SHUT, _NEVER, now + delay_s
         more = f" ({len(failed) - 1} more failed)" if len(failed) > 1 else ""
-        reason = f"its check {failed[0].name} failed: {failed[0].text}{more}"
-        self._be_patient(now)
+        self._be_unready(f"its check {failed[0].name} failed: {failed[0].text}{more}", now)
         left_s = max(0.0, self._give_up_at - now) if self._give_up_at < _FOREVER else None
-        return [Report(results, delay_s, left_s), *self._tell(reason)]
+        return [Report(results, delay_s, left_s)]
 
-    def _be_patient(self, now: float) -> None:
-        """From now on, if the node was ready until now."""
-        if self._give_up_at == _FOREVER:
+    def _rest(self) -> list[Command]:
+        was_checking, self.state = self.state is GateState.CHECKING, GateState.IDLE
+        return [StopChecks()] if was_checking else []
+
+    def _be_ready(self) -> None:
+        self.unready, self._give_up_at = None, _FOREVER
+
+    def _be_unready(self, why: str, now: float) -> None:
+        """The time until it gives up counts from when it was ready last."""
+        if self.unready is None:
             self._give_up_at = now + self._patience_s
-
-    def _tell(self, unready: str | None) -> list[Command]:
-        """If that is news."""
-        is_news, self.unready = unready != self.unready, unready
-        return [AskForPlace(unready)] if is_news else []
+        self.unready = why
 
     def check(self) -> None:
         """The invariants; tests call this after every step."""
         assert (self.state is GateState.SHUT) <= bool(self.unready)
-        assert (self.state in (GateState.IDLE, GateState.OPEN)) <= (self.unready is None)
+        assert (self.state is GateState.OPEN) <= (self.unready is None)
         assert self._excludes or not self.unready

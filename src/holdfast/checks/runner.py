@@ -161,7 +161,7 @@ def _run_built_in(spec: Mapping[str, Any], order: Mapping[str, Any]) -> int:
     sys.path[:] = order["path"]
     code = 0
     try:
-        said = _function_of(spec["kind"])(order, *spec["words"])
+        said = _built_in(spec["kind"])(order, *spec["words"])
     except built_in.NoEvidence as error:
         code, said = _UNKNOWN_CODE, str(error)
     except built_in.CheckFailed as error:
@@ -172,20 +172,12 @@ def _run_built_in(spec: Mapping[str, Any], order: Mapping[str, Any]) -> int:
     return code
 
 
-def _function_of(kind: str) -> Callable[..., str]:
+def _built_in(kind: str) -> Callable[..., str]:
+    module: Any = built_in
     if kind in ("link", "serve"):
-        from holdfast.checks import link
-
-        return link.link if kind == "link" else link.serve
-    found: dict[str, Callable[..., str]] = {
-        "memory": built_in.memory,
-        "disk": built_in.disk,
-        "path": built_in.path,
-        "clock": built_in.clock,
-        "gpu": built_in.gpu,
-        "kernel": built_in.kernel,
-    }
-    return found[kind]
+        from holdfast.checks import link as module
+    check: Callable[..., str] = getattr(module, kind)
+    return check
 
 
 # The loop.

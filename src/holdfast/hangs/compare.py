@@ -123,10 +123,6 @@ class WorkerLook:
                 break
         return ""
 
-    @property
-    def is_in_collective(self) -> bool:
-        return bool(self.collective)
-
 
 @frozen
 class Group:
@@ -157,7 +153,7 @@ class Picture:
     @property
     def is_all_in_collective(self) -> bool:
         """Whether all workers of this node wait for peers on other nodes."""
-        return bool(self.groups) and all(group.first.is_in_collective for group in self.groups)
+        return bool(self.groups) and all(group.first.collective for group in self.groups)
 
     @property
     def is_cause_here(self) -> bool:
@@ -187,7 +183,7 @@ def _oddness(group: Group) -> tuple[bool, bool, int, float]:
     if group.first.frozen is not None:
         return False, False, 0, 0.0
     lowest_step = min((look.step for look in group.looks if look.step is not None), default=float("inf"))
-    return True, group.first.is_in_collective, len(group.looks), lowest_step
+    return True, bool(group.first.collective), len(group.looks), lowest_step
 
 
 def _python_frames(frames: Sequence[Frame]) -> list[Frame]:
@@ -218,7 +214,7 @@ def folded(looked: Picture) -> tuple[Folded, ...]:
 def _kind_and_place(look: WorkerLook) -> tuple[str, str]:
     if look.frozen is not None:
         return CANNOT_RUN, f"{_FROZEN[look.frozen.state]}, {place(look)}"
-    if not look.is_in_collective:
+    if not look.collective:
         return ELSEWHERE, place(look)
     # The user's own barrier function is the place.
     where, name = place(look), look.collective

@@ -12,12 +12,10 @@ py-spy is run, as often as the time allows. Native frames take too long.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
-from holdfast import loop, procfs, signals
+from holdfast import procfs
 from holdfast.hangs import compare, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
 
@@ -32,21 +30,11 @@ _CHILDREN_LIMIT = 2  # Of a worker that does not answer itself.
 def look(workers: Mapping[int, int], steps: Mapping[int, int | None]) -> Picture:
     """Where these workers are, by global rank: their pids, and their last steps. Those that have ended meanwhile are
     left out. A signal to the agent cuts it short."""
-    until_s, done = time.monotonic() + _WORK_S, loop.Wakeup()
+    until_s = time.monotonic() + _WORK_S
     pids = dict(sorted(workers.items())[:_WORKERS_LIMIT])
     found: dict[int, list[Look]] = {}
-    has_ended = threading.Event()
-
-    def work() -> None:
-        with suppress(Exception):  # What is found late, or not at all, is no reason to keep a stop waiting.
-            _look_at_all([*pids.values()], found, until_s)
-        has_ended.set()
-        done.wake()
-
-    threading.Thread(target=work, name="holdfast-peers", daemon=True).start()
-    while not has_ended.is_set() and (left_s := until_s - time.monotonic()) > 0 and not signals.inbox().has_pending:
-        loop.wait_readable([done.fileno()], left_s)
-    done.close()
+    for _ in stacks.dump_all([0], lambda _: _look_at_all([*pids.values()], found, until_s), _WORK_S):
+        pass
     seen = {rank: found.get(pid) or [Look(pid, trouble="no answer in time")] for rank, pid in pids.items()}
     alive = {rank: looks for rank, looks in seen.items() if looks[0].state or looks[0].trouble}
     return compare.picture(
@@ -75,18 +63,12 @@ def _look_at_all(pids: Sequence[int], found: dict[int, list[Look]], until_s: flo
 def _ask_py_spy(silent: Sequence[int], found: dict[int, list[Look]], until_s: float) -> None:
     trees = {pid: [pid, *procfs.descendants_of(pid)[:_CHILDREN_LIMIT]] for pid in silent}
     owner = {pid: leader for leader, tree in trees.items() for pid in tree}
-    event = threading.Event()
-
-    def wait(left_s: float) -> bool:
-        event.wait(left_s)
-        event.clear()
-        return True
 
     def look_at(pid: int) -> Look:
         return stacks.look_at(pid, timeout_s=max(0.1, until_s - time.monotonic()))
 
     chosen = [*owner][:_PY_SPY_LIMIT]
-    for pid, each in stacks.dump_all(chosen, look_at, until_s - time.monotonic(), event.set, wait):
+    for pid, each in stacks.dump_all(chosen, look_at, until_s - time.monotonic()):
         if isinstance(each, Look) and each.threads:
             leader = owner[pid]
             found[leader] = [each, *found[leader][1:]] if pid == leader else [*found[leader], each]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import IO, Any, TypeVar
 
-from holdfast import escape, procfs
+from holdfast import escape, loop, procfs, signals
 from holdfast.errors import HostError
 from holdfast.hangs.compare import Frame, Look, Thread
 from holdfast.process.spawner.bootstrap import DUMP_SIGNAL
@@ -256,16 +256,9 @@ def _await_texts(boxes: Mapping[int, tuple[int, int]], until_s: float) -> dict[i
 # Several processes.
 
 
-def dump_all(
-    pids: Collection[int],
-    dump: Callable[[int], T],
-    timeout_s: float,
-    wake: Callable[[], object],
-    wait: Callable[[float], bool],
-) -> Iterator[tuple[int, T | Exception]]:
+def dump_all(pids: Collection[int], dump: Callable[[int], T], timeout_s: float) -> Iterator[tuple[int, T | Exception]]:
     """The dump of each process, or the error in its place, in the order in which they arrive. Daemon threads take the
-    dumps, and call `wake` after each. `wait(left_s)` waits for a wake-up; if it returns False, the missing dumps are
-    given up."""
+    dumps. In the main thread a signal ends the wait; then the missing dumps are given up."""
     todo, done = deque(pids), deque[tuple[int, T | Exception]]()
 
     def work() -> None:
@@ -276,18 +269,23 @@ def dump_all(
                     done.append((pid, dump(pid)))
                 except Exception as error:
                     done.append((pid, error))
-                wake()
+                wakeup.wake()
 
-    for _ in range(min(len(pids), _PARALLEL_DUMPS)):
-        threading.Thread(target=work, name="holdfast-stacks", daemon=True).start()
-    missing, until_s = set(pids), time.monotonic() + timeout_s
-    is_over = False
+    missing, until_s, is_over = set(pids), time.monotonic() + timeout_s, False
+    trouble: Exception = HostError("the dump did not finish in time")
+    try:
+        wakeup = loop.Wakeup()
+        for _ in range(min(len(pids), _PARALLEL_DUMPS)):
+            threading.Thread(target=work, name="holdfast-stacks", daemon=True).start()
+    except (OSError, RuntimeError) as error:  # This process has no descriptor or no thread left.
+        trouble, is_over = error, True
     while missing and not is_over:
-        left_s = until_s - time.monotonic()
-        is_over = left_s <= 0 or not wait(left_s)
+        loop.wait_readable([wakeup.fileno()], until_s - time.monotonic())
+        wakeup.clear()
+        is_over = time.monotonic() >= until_s or (signals.in_main_thread() and signals.inbox().has_pending)
         while done:
             pid, found = done.popleft()
             missing.discard(pid)
             yield pid, found
     todo.clear()
-    yield from ((pid, HostError("the dump did not finish in time")) for pid in missing)
+    yield from ((pid, trouble) for pid in missing)

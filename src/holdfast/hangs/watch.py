@@ -13,10 +13,11 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
-from holdfast import escape, loop, procfs, signals
+from holdfast import escape, procfs
 from holdfast.hangs import EXAMINATION_LIMIT_S, compare, policy, stacks
 from holdfast.hangs.compare import Look, Picture, WorkerLook
 from holdfast.hangs.policy import HangMachine, HangPolicy, Signal, Verdict
@@ -134,7 +135,9 @@ def _is_at_prompt(leaders: Iterable[int]) -> bool:
 def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = None, *, native: bool = True) -> Picture:
     """Take the stacks of these workers: local rank -> global rank and pid. A signal to the agent cuts it short."""
     trees = {pid: procfs.descendants_of(pid)[:_CHILDREN_LIMIT] for _, pid in workers.values()}
-    found = _look_at_all([*trees, *itertools.chain(*trees.values())], native)
+    look_at = partial(stacks.look_at, native=native, timeout_s=_ONE_DUMP_S)
+    dumped = stacks.dump_all([*trees, *itertools.chain(*trees.values())], look_at, EXAMINATION_LIMIT_S)
+    found = {pid: each if isinstance(each, Look) else Look(pid, trouble=str(each)) for pid, each in dumped}
     looks = []
     for local_rank, (rank, pid) in workers.items():
         # Of the descendants, only Python processes have stacks to show.
@@ -144,42 +147,27 @@ def examine(workers: Mapping[int, tuple[int, int]], watch: HangWatch | None = No
     return compare.picture(looks)
 
 
-def _look_at_all(pids: Collection[int], native: bool) -> dict[int, Look]:
-    wakeup = loop.Wakeup()
-
-    def wait(left_s: float) -> bool:
-        loop.wait_readable([wakeup.fileno()], left_s)
-        wakeup.clear()
-        return not signals.inbox().has_pending
-
-    def look_at(pid: int) -> Look:
-        return stacks.look_at(pid, native=native, timeout_s=_ONE_DUMP_S)
-
-    found = list(stacks.dump_all(pids, look_at, EXAMINATION_LIMIT_S, wakeup.wake, wait))
-    wakeup.close()
-    return {pid: each if isinstance(each, Look) else Look(pid, trouble=str(each)) for pid, each in found}
-
-
 def tell(picture: Picture, destinations: LogsDest, heading: str) -> str:
-    """Log the groups and write everything into a file beside the logs of this attempt. Returns its path, if any."""
-    path, trouble = "", "nothing is kept under /dev/null"
-    if directory := directory_for(destinations):
-        try:
-            path = write_file(picture, directory, heading)
-        except OSError as error:
-            trouble = f"{error.strerror} ({directory})"
-    where = f"every thread of every worker: {path}" if path else f"the stacks are in no file: {trouble}"
+    """Log the groups and keep everything in a file. Returns its path, if any."""
+    path, trouble = keep(picture, destinations, heading)
+    why = trouble or "nothing is kept under /dev/null"
+    where = f"every thread of every worker: {path}" if path else f"the stacks are in no file: {why}"
     # Without a file, the log is the only place for the stacks.
     shown = compare.summary(picture) if path else compare.full_text(picture)
     logger.warning("%s\n%s", shown, escape.one_line(where), extra=escape.HAS_LINES)
     return path
 
 
-def directory_for(destinations: LogsDest) -> str:
-    """Where files about this attempt are kept; empty if nothing is."""
+def keep(picture: Picture, destinations: LogsDest, heading: str) -> tuple[str, str]:
+    """Write a file beside the logs of this attempt. Its path, and why there is none; both are empty if nothing is kept
+    of this attempt."""
     paths = (destinations.filtered_stdout, destinations.filtered_stderr, *destinations.error_files.values())
     kept = (os.path.dirname(path) for path in paths if path and path != os.devnull)
-    return next(filter(os.path.isdir, kept), "")
+    directory = next(filter(os.path.isdir, kept), "")
+    try:
+        return (write_file(picture, directory, heading), "") if directory else ("", "")
+    except OSError as error:
+        return "", f"{error.strerror} ({directory})"
 
 
 def write_file(picture: Picture, directory: str, heading: str) -> str:

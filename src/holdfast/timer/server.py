@@ -114,7 +114,12 @@ class TimerServer(abc.ABC):
         if self._watchdog_thread is not None:
             return
         self._watchdog_thread = threading.Thread(target=self._watchdog_loop, name="holdfast-timer", daemon=self._daemon)
-        self._watchdog_thread.start()
+        try:
+            self._watchdog_thread.start()
+        except RuntimeError as error:  # A process at its limit.
+            self._watchdog_thread = None
+            self.stop()
+            raise HostError(f"the timer server has no thread: {error}") from None
 
     def stop(self) -> None:
         """Let the thread finish its turn and wait for it; the server cannot be started again."""
@@ -252,9 +257,8 @@ class ProcessTimerServer(TimerServer):
         self._report(expired)
         found = {pid: self._examine(pid, timers) for pid, timers in expired.items()}
         self._fatal = {pid: timer for pid, timer in found.items() if timer is not None}
-        looks, limit_s, done = [], STACKS_TIMEOUT_S, threading.Semaphore(0)
-        wait = (done.release, lambda left_s: done.acquire(timeout=left_s))
-        for pid, look in stacks.dump_all(self._fatal, partial(stacks.look_at, timeout_s=limit_s), limit_s, *wait):
+        looks, limit_s = [], STACKS_TIMEOUT_S
+        for pid, look in stacks.dump_all(self._fatal, partial(stacks.look_at, timeout_s=limit_s), limit_s):
             self._reap_worker(pid)
             looks.append(look if isinstance(look, Look) else Look(pid, trouble=str(look)))
         for each in looks:
