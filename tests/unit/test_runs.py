@@ -16,8 +16,9 @@ from holdfast.cli import runs, status
 from holdfast.errors import HostError
 from holdfast.frozen import changed
 from holdfast.observe import ask, run_view, words
-from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun
+from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun, RemoteRun
 from holdfast.observe.run_view import RunView, Told
+from holdfast.rendezvous.client.visitor import ConnectionBroken, Visitor
 from holdfast.telemetry.status import AgentStatus, NodeStatus, RunStatus, WorkerStatus, plain
 from tests import support
 from tests.promises import promise, proves
@@ -46,9 +47,47 @@ def an_agent(opened: ExitStack, answer: Any) -> FoundAgent:
 def test_an_answer_that_makes_no_sense_is_one_error(opened: ExitStack, answer: object) -> None:
     run = LocalRun([an_agent(opened, answer)])
     assert run.local_agents() == []
-    for question in (run.run_status, lambda: ask.decoded(run.ask_node("n", {"command": "x"}), AgentStatus, "node n")):
+    for question in (run.run_status, lambda: run.ask_node("n", {"command": "x"}, AgentStatus)):
         with pytest.raises(HostError):
             question()
+
+
+class Coordinator(Visitor):
+    """Gives this answer to all questions; without one its connection breaks."""
+
+    def __init__(self, answer: dict[str, Any] | None) -> None:
+        self._answer, self.answers = answer, {}
+
+    def send(self, request: Mapping[str, Any], node_id: str = "") -> int:
+        if self._answer is None:
+            raise ConnectionBroken("the connection broke")
+        self.answers[1] = self._answer
+        return 1
+
+    def close(self) -> None:
+        pass
+
+    def ask_nodes(self, node_ids: Sequence[str], request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        return {name: self.send(request, name) for name in node_ids}
+
+
+@proves("steering.whatever-agent-coordinator")
+def test_a_coordinator_that_refuses_to_say_the_end_is_quoted_and_asked_again() -> None:
+    coordinators = [Coordinator({"error": "too many questions"}) for _ in range(3)]
+    run = RemoteRun("job7", coordinators.pop)
+    for _ in range(2):
+        with pytest.raises(HostError, match=r"^too many questions$"):
+            run.await_end(0.0)
+    assert not coordinators, "it was not asked again"
+
+
+@proves("steering.whatever-agent-coordinator")
+def test_a_connection_that_breaks_is_a_problem_of_each_node() -> None:
+    answers, problems = RemoteRun("job7", lambda: Coordinator(None)).ask_each(["a", "b"], {}, AgentStatus)
+    assert (answers, {name: str(each) for name, each in problems.items()}) == (
+        {},
+        dict.fromkeys("ab", "the connection broke"),
+    )
 
 
 def test_an_agent_cannot_speak_for_another_process(opened: ExitStack) -> None:

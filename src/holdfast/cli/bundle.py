@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast import escape, procfs
 from holdfast.cli import archive, console, doctor, runs, status
@@ -35,6 +35,7 @@ from holdfast.telemetry.status import AgentStatus
 from holdfast.text import plural, size_text
 
 PROGRAM = "holdfast bundle"
+T = TypeVar("T")
 
 _LOGS_LIMIT_S = 60.0  # Of all nodes together.
 _FILE_BYTES = 1 << 20
@@ -150,10 +151,8 @@ class Config:
 
     def secret_files(self) -> Iterator[str]:
         access = self.rendezvous.get("access")
-        for named in (
-            self.rendezvous.get("token_file"),
-            access.get("password_file") if isinstance(access, dict) else "",
-        ):
+        password_file = access.get("password_file") if isinstance(access, dict) else ""
+        for named in (self.rendezvous.get("token_file"), password_file):
             if isinstance(named, str) and named:
                 yield os.path.join(self.directory, named)
 
@@ -168,15 +167,14 @@ class Answers:
             self.view = run_view.look(run)
         except HostError as error:
             self.problem = str(error)
-        self.configs = self.of_all("config")
+        self.configs = self.of_all("config", dict[str, Any])
 
-    def of_all(self, command: str) -> dict[str, Any]:
-        names = [*self.view.agents]
-        return self._run.ask_nodes(names, {"command": command}, ask.LONG_LIMIT_S) if names else {}
+    def of_all(self, command: str, kind: type[T]) -> dict[str, T | HostError]:
+        answers, problems = self._run.ask_each([*self.view.agents], {"command": command}, kind, ask.LONG_LIMIT_S)
+        return {**answers, **problems}
 
     def log(self, name: str, **request: Any) -> LogPiece:
-        answer = self._run.ask_node(name, {"command": "logs", "offset": -log_files.CHUNK_BYTES, **request})
-        return decoded(answer, LogPiece, f"node {name}")
+        return self._run.ask_node(name, {"command": "logs", "offset": -log_files.CHUNK_BYTES, **request}, LogPiece)
 
     def secrets_here(self) -> Iterator[tuple[AgentStatus, int, Config]]:
         """The agents of this host, whose users they are, and how they were started."""
@@ -222,7 +220,7 @@ def _add_run(pieces: Pieces, answers: Answers) -> None:
     for node in view.nodes:
         if node.node_id in view.silent:
             pieces.miss(f"everything of node {node.node_id}", view.silence_of(node))
-    events, stacks = answers.of_all("events"), answers.of_all("stacks")
+    events, stacks = answers.of_all("events", LogPiece), answers.of_all("stacks", LogPiece)
     ends = time.monotonic() + _LOGS_LIMIT_S
     for number, (name, told) in enumerate(view.agents.items()):
         place, who = f"node-{number}", told.status.node_id or told.status.host or name
@@ -237,11 +235,11 @@ def _add_run(pieces: Pieces, answers: Answers) -> None:
     pieces.miss("report.json", "a run has one when it has failed; then give --log-dir")
 
 
-def _add_text(pieces: Pieces, name: str, what: str, answer: Any) -> None:
+def _add_text(pieces: Pieces, name: str, what: str, answer: LogPiece | HostError) -> None:
     def add() -> None:
         if isinstance(answer, HostError):
             raise answer
-        pieces.text(name, _whole_lines(decoded(answer, LogPiece, what)), what)
+        pieces.text(name, _whole_lines(answer), what)
 
     pieces.attempt(what, add)
 

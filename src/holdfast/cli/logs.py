@@ -26,7 +26,7 @@ from holdfast.cli import console, runs
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.failures.report import ranks_text
-from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun, decoded
+from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun
 from holdfast.observe.log_tail import LogPiece, LogTail, Part
 from holdfast.process.output import log_files
 from holdfast.telemetry.status import AgentStatus, NodeStatus, WorkerStatus
@@ -225,7 +225,7 @@ class Source:
     def _asked(self, request: dict[str, Any], timeout_s: float = _NODE_LIMIT_S) -> LogPiece:
         asker = {"follower": self._follower, "question": self._question}
         whole = {**request, **asker, "rank": self.rank, "stream": self.stream}
-        return decoded(self._run.ask_node(self.node, whole, timeout_s), LogPiece, f"node {self.node}")
+        return self._run.ask_node(self.node, whole, LogPiece, timeout_s)
 
     def turn_to_newest(self, workers: Mapping[int, WorkerStatus]) -> None:
         """The log of the present attempt, as the agents of this host say; if they have ended, as the directories do."""
@@ -299,7 +299,7 @@ def _sources(run: AskedRun, args: argparse.Namespace, printer: Printer) -> Itera
             printer.note(f"not shown: {', '.join(nodes)}; --rank shows a rank of any host")
         return
     for name, ranks in nodes.items():
-        agent_there = decoded(run.ask_node(name, {"command": "status"}, _NODE_LIMIT_S), AgentStatus, f"node {name}")
+        agent_there = run.ask_node(name, {"command": "status"}, AgentStatus, _NODE_LIMIT_S)
         for worker in agent_there.workers:
             for stream in streams if worker.global_rank in ranks else ():
                 if path := path_in(worker, stream):

@@ -61,7 +61,7 @@ def _show(args: argparse.Namespace) -> str:
         return _text(nodes, args)
     run = runs.open_run(args)
     view = run_view.look(run)
-    nodes, problems = snapshots.take(run, view)
+    nodes, problems = run.ask_each([*view.agents], {"command": "snapshots"}, SnapshotList)
     for name, problem in problems.items():
         _complain(f"node {name} is left out: {problem}")
     if problems and not nodes:

@@ -6,11 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.agent.snapshot_transfers import parts_on_disk
-from holdfast.errors import HostError
 from holdfast.failures.report import ranks_text
 from holdfast.frozen import frozen
-from holdfast.observe.ask import AskedRun, decoded
-from holdfast.observe.run_view import RunView
 from holdfast.snapshots import disk
 from holdfast.telemetry.status import HeldParts, SnapshotList
 
@@ -35,20 +32,6 @@ class Listed:
     def rank_words(self) -> str:
         words = f"{self.key[3]}, replicated" if self.key[4] else str(self.key[3])
         return f"{words}, {ranks_text(self.missing)} missing" if self.missing else words
-
-
-def take(run: AskedRun, view: RunView) -> tuple[dict[str, SnapshotList], dict[str, str]]:
-    """What each node has, and why others did not say."""
-    taken: dict[str, SnapshotList] = {}
-    problems: dict[str, str] = {}
-    for name, answer in run.ask_nodes([*view.agents], {"command": "snapshots"}).items():
-        try:
-            if isinstance(answer, HostError):
-                raise answer
-            taken[name] = decoded(answer, SnapshotList, f"node {name}")
-        except HostError as error:
-            problems[name] = str(error)
-    return taken, problems
 
 
 def listed(nodes: Mapping[str, SnapshotList]) -> list[Listed]:
