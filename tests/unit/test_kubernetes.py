@@ -421,6 +421,12 @@ def test_wrong_scripts(capsys: pytest.CaptureFixture[str], script: str, words: s
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"holdfast render: error: {words}")
 
 
+def test_a_patch_that_is_too_deep_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert submit.render(["kubernetes", "--image", "x", "--patch", f"{tmp_path}/deep.json", "train.py"]) == 2
+    assert "deep.json' is not JSON: maximum recursion depth" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_an_image_is_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert submit.render(["kubernetes", "train.py"]) == 2
     assert "--image IMAGE is needed" in capsys.readouterr().err

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("restored_logger")
         (("--cpus-per-node", "-1"), 2, "--cpus-per-node: '-1' is not a number such as 4"),
         (("--runtime-env-json", "[1]"), 2, "--runtime-env-json: '[1]' is not a JSON object"),
         (("--runtime-env-json", "{"), 2, "--runtime-env-json: '{' is not JSON: "),
+        (("--runtime-env-json", "[" * 100_000), 2, f"--runtime-env-json: '{'[' * 200}' is not JSON: "),
         (("--rdzv-endpoint", "a:1"), 2, "--rdzv-endpoint: ray decides that itself; leave the option out"),
     ],
 )

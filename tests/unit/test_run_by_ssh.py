@@ -177,6 +177,7 @@ def test_a_secret_in_the_command_line_causes_a_warning(
         ("--hosts=a --rdzv-conf=x", "--rdzv-conf: "),
         ("--hosts=a --event-log-handler=nowhere", "--event-log-handler: unknown event handler 'nowhere'"),
         ("--hosts=a --copy=script --module", "a module is not a file"),
+        ("--host-discovery= --nnodes=1:2", "--host-discovery is empty"),
     ],
 )
 def test_wrong_input(tokens: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,10 @@ def _discovered(args: Any) -> tuple[host_list.Host, ...]:
     """The hosts that the script prints."""
     where = f"--host-discovery {args.host_discovery!r}"
     try:
-        done = subprocess.run(shlex.split(args.host_discovery), capture_output=True, text=True, timeout=_DISCOVERY_S)
+        words = shlex.split(args.host_discovery)
+        if not words:
+            raise UserError("--host-discovery is empty")
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_DISCOVERY_S)
     except OSError as error:
         raise UserError(f"{where} cannot be started: {error.strerror}") from None
     except (subprocess.TimeoutExpired, ValueError) as error:

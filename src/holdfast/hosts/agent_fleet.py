@@ -58,7 +58,7 @@ from typing import assert_never
 from holdfast.errors import RUN_CLOSED, RUN_WENT_AWAY
 from holdfast.frozen import dataclass, frozen
 from holdfast.hosts.own_lines import is_own, labelled, names_text, without_prefix
-from holdfast.text import plural
+from holdfast.text import last_line, plural
 
 MOST_AT_ONCE = 32  # Hosts that are prepared at the same time.
 _MOST_TRIES = 4
@@ -550,7 +550,7 @@ class AgentFleet:
 
     def _story(self, event: Ended | Lost, host: _Host) -> str:
         if isinstance(event, Ended):
-            words = without_prefix(event.words.strip().rpartition("\n")[2])
+            words = without_prefix(last_line(event.words))
             return f"{host.name}: {words or f'its agent ended with exit code {event.code}'}"
         return f"{host.name} is lost: {event.reason}" if host.has_run else f"{host.name}: {event.reason}"
 

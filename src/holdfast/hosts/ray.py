@@ -92,6 +92,7 @@ _REPEAT_S = 0.5
 _SILENT = "its actor does not answer"
 _CONCURRENT_CALLS = 16
 _KILLED = 128 + signal.SIGKILL
+_SHOWN_CHARS = 200
 
 
 def _amount(text: str) -> float:
@@ -109,8 +110,8 @@ def _runtime_env(text: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{text[:_SHOWN_CHARS]!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is not a JSON object")
     return value

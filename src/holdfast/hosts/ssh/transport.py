@@ -31,6 +31,7 @@ from holdfast.hosts.ssh.host_list import Host
 from holdfast.log import INFO, WARNING, Logger
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.membership.model import is_loopback
+from holdfast.text import last_line
 
 logger = Logger(__name__)
 
@@ -254,7 +255,7 @@ class _HostsRun:
         if is_started and connection.is_cut:
             return agent_fleet.Lost(name, "it did not end in time, and its connection was cut")
         if is_started:
-            return agent_fleet.Lost(name, command.meaning_of_loss(status, escape.one_line(command.last_line(said))))
+            return agent_fleet.Lost(name, command.meaning_of_loss(status, escape.one_line(last_line(said))))
         about = (self._hosts[name].target, self._job.job.python, self._job.host_timeout_s)
         meaning = command.meaning_of_failure(status, said, *about, is_cut=connection.is_cut)
         return agent_fleet.Lost(name, meaning.reason, may_retry=meaning.may_pass)
