@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from holdfast import escape, procfs
-from holdfast.cli import archive, console, doctor, runs, status
+from holdfast.cli import archive, doctor, runs, status
 from holdfast.cli.archive import Pieces
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HostError, UserError
@@ -84,13 +84,12 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
+    return get_parser().run(argv, _make)
 
-    def make() -> str:
-        told = make_bundle(args)
-        return json.dumps(told) + "\n" if args.json else f"{_words(told)}\n"
 
-    return console.show(PROGRAM, make)
+def _make(args: argparse.Namespace) -> str:
+    told = make_bundle(args)
+    return json.dumps(told) + "\n" if args.json else f"{_words(told)}\n"
 
 
 def _words(told: Mapping[str, Any]) -> str:

@@ -83,13 +83,7 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
-
-    def show() -> str:
-        _show(runs.open_run(args), args, Printer(_pattern(args.grep), args.json))
-        return ""
-
-    return console.show(PROGRAM, show)
+    return get_parser().run(argv, _show)
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
@@ -244,7 +238,8 @@ def path_in(worker: WorkerStatus, stream: str) -> str:
 # Which logs.
 
 
-def _show(run: AskedRun, args: argparse.Namespace, printer: Printer) -> None:
+def _show(args: argparse.Namespace) -> str:
+    run, printer = runs.open_run(args), Printer(_pattern(args.grep), args.json)
     if args.attempt is not None and args.round is not None:
         raise UserError("give --attempt or --round")
     sources = list(_sources(run, args, printer))
@@ -266,6 +261,7 @@ def _show(run: AskedRun, args: argparse.Namespace, printer: Printer) -> None:
         _follow_elsewhere(run, sources, printer)
     for each in sources:
         each.finish(printer)
+    return ""
 
 
 def _prefix(source: Source, sources: Sequence[Source]) -> str:
