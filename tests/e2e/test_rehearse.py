@@ -74,7 +74,6 @@ def test_a_job_that_begins_anew_with_another_result_does_not(holdfast: Holdfast)
         (("--preload=json", "--preload-keep=1h", JOB), "--preload-keep: a rehearsal decides that"),
     ],
 )
-@pytest.mark.usefixtures("restored_logger")
 def test_wrong_words(words: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert problem in support.refused(capsys, 2, "rehearse", *words)
 

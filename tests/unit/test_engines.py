@@ -15,8 +15,6 @@ from holdfast.hosts import engines
 from holdfast.hosts.job import JobSpec
 from tests.promises import promise, proves
 
-pytestmark = pytest.mark.usefixtures("restored_logger")
-
 PLUG_IN = """
 from holdfast.errors import HostError, UserError
 from holdfast.hosts.engines import OWN, Engine
@@ -76,8 +74,6 @@ def _plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plugged_engines", raising=False)
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(name)
 
 
 def submitted(*tokens: str, code: int = 7) -> tuple[JobSpec, dict[str, object]]:

@@ -280,7 +280,6 @@ def test_a_port_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None
 @proves("cli.address-serve-health-port")
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a host it is the loopback address, so that only those who ask for it are reached from outside."""
-    monkeypatch.delenv(TORCHELASTIC_HEALTH_CHECK_PORT, raising=False)
     assert publisher.health_address() is None
     assert [publisher.health_address(given) for given in (0, ":80", "[::]:80")] == [
         ("127.0.0.1", 0),

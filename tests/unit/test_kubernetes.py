@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import shlex
 from collections.abc import Callable
@@ -26,12 +25,6 @@ FULL = (
     *("--service-account", "trainer", "--secret", "tok", "--working-dir", "/app", "--time-limit", "86400"),
     *("--nnodes", "2:4", "--nproc-per-node", "8", "--max-restarts", "3", "--health-port", "8080"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch, restored_logger: None) -> None:
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(name)
 
 
 Render = Callable[..., str]

@@ -14,8 +14,6 @@ from holdfast.hosts.job_coordinator import secret_options
 from tests import support
 from tests.promises import promise, proves
 
-pytestmark = pytest.mark.usefixtures("restored_logger")
-
 
 @promise("""ray.wrong-input-missing-unreachable: Wrong input, a missing `ray`, an unreachable address and nodes that
     cannot run the job are reported in one line each.""")
