@@ -23,7 +23,7 @@ from holdfast.cli import archive, doctor, runs, status
 from holdfast.cli.archive import Pieces
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HostError, UserError
-from holdfast.frozen import field, fields_of, frozen
+from holdfast.frozen import field, frozen
 from holdfast.observe import ask, run_view, words
 from holdfast.observe.ask import AskedRun, decoded
 from holdfast.observe.log_tail import LogPiece
@@ -205,8 +205,8 @@ def _known_secrets(args: argparse.Namespace, answers: Answers | None) -> Iterato
 
 def _add_doctor(pieces: Pieces, args: argparse.Namespace) -> None:
     found = doctor.examine(args)
-    pieces.json("doctor.json", {"findings": [fields_of(each) for each in found]}, "what `holdfast doctor` finds")
-    pieces.text("doctor.txt", "\n".join(doctor.lines_of(found)) + "\n", "the same for people")
+    pieces.json("doctor.json", doctor.as_json(found), "what `holdfast doctor` finds")
+    pieces.text("doctor.txt", doctor.text_of(found), "the same for people")
 
 
 def _add_run(pieces: Pieces, answers: Answers) -> None:

@@ -57,6 +57,7 @@ from typing import assert_never
 
 from holdfast.errors import RUN_CLOSED, RUN_WENT_AWAY
 from holdfast.frozen import dataclass, frozen
+from holdfast.hosts.job import Outcome
 from holdfast.hosts.own_lines import is_own, labelled, names_text, without_prefix
 from holdfast.text import last_line, plural
 
@@ -203,15 +204,6 @@ class FleetSettings:
     prepare_timeout_s: float = _NEVER
     join_timeout_s: float = _NEVER
     rejoins: bool = False
-
-
-@frozen
-class Outcome:
-    """`words` are the last words of an agent. Otherwise `error` is why the job failed, in one line."""
-
-    code: int
-    words: str = ""
-    error: str = ""
 
 
 State = StrEnum("State", ["WAITING", "PREPARING", "READY", "RUNNING", "GONE"])

@@ -21,7 +21,7 @@ from typing import Any
 
 from holdfast.agent import control
 from holdfast.errors import RUN_CLOSED, HostError
-from holdfast.hosts.agent_fleet import Outcome
+from holdfast.hosts.job import Outcome
 from holdfast.hosts.ssh.connection import Connection
 from holdfast.telemetry.status import AgentStatus, plain
 from holdfast.text import last_line

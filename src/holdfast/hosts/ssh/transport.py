@@ -23,7 +23,7 @@ from holdfast.frozen import changed, frozen
 from holdfast.hosts import agent_fleet, job_coordinator, own_lines
 from holdfast.hosts.agent_fleet import AgentFleet, FleetSettings, Phase
 from holdfast.hosts.console import EngineConsole
-from holdfast.hosts.job import JobSpec
+from holdfast.hosts.job import JobSpec, Outcome
 from holdfast.hosts.ssh import command, messages, questions
 from holdfast.hosts.ssh.connection import Connection
 from holdfast.hosts.ssh.copying import Archive
@@ -39,14 +39,6 @@ _LOOK_AT_CONSOLE_S = 1.0
 _STREAM_PATIENCE_S = 5.0  # For the end of the output of an ssh that has ended.
 _KILLED = 137
 _DISCOVER_EVERY_S = 5.0
-
-
-class HostsFailed(HoldfastError):  # noqa: N818
-    """The command has ended, with that exit code and these last words."""
-
-    def __init__(self, exit_code: int, last_words: str) -> None:
-        super().__init__(last_words)
-        self.exit_code, self.last_words = exit_code, last_words
 
 
 @frozen
@@ -84,13 +76,11 @@ class HostsJob:
 
 
 def run(hosts_job: HostsJob) -> None:
-    """Returns when the run has succeeded, and raises `HostsFailed` otherwise."""
+    """Returns when the run has succeeded, and raises `JobFailed` otherwise."""
     _raise_limit()
     with signals.deferred() as inbox:
         outcome = _HostsRun(hosts_job, inbox).run()
-    if outcome.code:
-        words = outcome.words or f"holdfast run: error: {outcome.error}\n"
-        raise HostsFailed(outcome.code, words)
+    outcome.raise_failure("holdfast run")
 
 
 def _raise_limit() -> None:
@@ -127,7 +117,7 @@ class _HostsRun:
         self._seen: queue.SimpleQueue[tuple[Host, ...]] = queue.SimpleQueue()
         self._is_over = threading.Event()
 
-    def run(self) -> agent_fleet.Outcome:
+    def run(self) -> Outcome:
         try:
             with closing(self._wakeup), self._questions.served(lambda: self._fleet.outcome):
                 self._seen.put(self._job.hosts)
