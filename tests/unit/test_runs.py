@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast import stdio
 from holdfast.agent.control import ControlSocket
-from holdfast.cli import runs, status
+from holdfast.cli import attach, runs, status
 from holdfast.errors import HostError
 from holdfast.frozen import changed
 from holdfast.observe import ask, run_view, words
@@ -88,6 +92,29 @@ def test_a_connection_that_breaks_is_a_problem_of_each_node() -> None:
         {},
         dict.fromkeys("ab", "the connection broke"),
     )
+
+
+@proves("cli.reader-gone-quiet")
+@pytest.mark.parametrize(("is_pipe", "code", "line"), [(False, 0, ""), (True, 1, "it is not a regular file\n")])
+def test_attach_to_a_file_without_a_reader_of_it(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    is_pipe: bool, code: int, line: str,
+) -> None:  # fmt: skip
+    """`holdfast attach | head` is no error, and a FIFO in the place of the file would hold the command up for ever."""
+    path = tmp_path / "out"
+    os.mkfifo(path) if is_pipe else path.write_text("a line\n")
+    served = ControlSocket("job7", {"attach": lambda request: str(path)})
+    opened.callback(served.close)
+    found = FoundAgent(served.path, os.getpid(), os.geteuid(), AgentStatus("job7"))
+    monkeypatch.setattr(LocalRun, "local_agents", lambda run: [found])
+    monkeypatch.setattr(runs, "open_run", lambda args: LocalRun([found]))
+
+    def refuse(fd: int, data: memoryview) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(stdio, "write_some", refuse)
+    assert attach.main(["job7"]) == code
+    assert capsys.readouterr().err.endswith(line) if line else capsys.readouterr().err == ""
 
 
 def test_an_agent_cannot_speak_for_another_process(opened: ExitStack) -> None:
