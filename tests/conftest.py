@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 import uuid
@@ -52,21 +53,23 @@ def own_log_lines() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Without settings of the caller; those that a test makes, or a command in this process, end with the test."""
+    before = dict(os.environ)
+    for name in [name for name in before if support.is_setting(name)]:
+        del os.environ[name]
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def mailbox(tmp_path: Path) -> Iterator[support.Mailbox]:
     box = support.Mailbox(tmp_path / "mailbox")
     yield box
     box.close()
-
-
-@pytest.fixture
-def restored_logger() -> Iterator[None]:
-    """For tests that call a command in this process: what it lets the logger say is over with the test."""
-    logger = logging.getLogger("holdfast")
-    level, handlers = logger.level, list(logger.handlers)
-    yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
 
 
 @pytest.fixture

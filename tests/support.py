@@ -50,12 +50,22 @@ _PORT_SHARES = 8
 DOCUMENTED_PORTS = range(1000, 2700)
 
 
+# Settings of the tests themselves.
+_OF_TESTS = (TEST_MARK, "HOLDFAST_REGENERATE", "HOLDFAST_MEASURED")
+
+
 def clean_environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_OUR_VARIABLES) and name not in _OTHER_VARIABLES
     }
+
+
+def is_setting(name: str) -> bool:
+    """Whether it is a variable that changes what holdfast does in this process."""
+    is_ours = name.startswith(_OUR_VARIABLES) or name in _OTHER_VARIABLES - {"PYTHONPATH", "PYTHONSAFEPATH", "TERM"}
+    return is_ours and not name.startswith(_OF_TESTS)
 
 
 def get_page(port: int, path: str = "/", status: int = 200) -> str:

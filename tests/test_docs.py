@@ -271,8 +271,6 @@ def run_commands(path: Path) -> Iterator[list[str]]:
 def test_commands_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their values are right in an empty directory, too."""
     monkeypatch.chdir(tmp_path)
-    for variable in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(variable)
     wrong = []
     for place, words in [(name_of(each), words) for each in DOCUMENTS for words in run_commands(each)]:
         try:

@@ -14,11 +14,6 @@ from tests.e2e.conftest import holdfast  # noqa: F401  # a fixture
 from tests.integration.conftest import no_process_left  # noqa: F401  # a fixture
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOLDFAST_TOKEN", raising=False)
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[CoordinatorProcess]:
     """A coordinator without a token. It stays alive, writes no traceback, and ends when it is told to."""

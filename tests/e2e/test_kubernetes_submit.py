@@ -135,6 +135,21 @@ def test_a_job_that_someone_else_deletes(kubernetes: Kubernetes) -> None:
     assert (ended.code, ended.last) == (1, "holdfast submit: error: job/train was deleted before it ended")
 
 
+@proves("kubernetes.submit-shows-job")
+def test_a_watch_that_the_server_ends_with_an_error_is_started_again(kubernetes: Kubernetes) -> None:
+    """A server that is behind sends its Status in place of an object."""
+    running = kubernetes.created()
+    support.wait_until(lambda: ("GET", "/apis/batch/v1/namespaces/default/jobs") in kubernetes.api.requests, "a watch")
+    status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "code": 410,
+              "message": "too old resource version", "metadata": {"name": "train"}}  # fmt: skip
+    job = kubernetes.api.objects["jobs", "train"]
+    kubernetes.api.put("ERROR", "jobs", status)
+    kubernetes.api.objects["jobs", "train"] = job
+    kubernetes.api.end("train", "Complete", "CompletionsReached")
+    ended = running.wait()
+    assert ended.code == 0, str(ended)
+
+
 @proves("engines.commands-docs-md-run")
 def test_the_commands_of_the_document_run(kubernetes: Kubernetes) -> None:
     """As they stand, but for the job's end, which a controller would make: jobs that are there are complete."""

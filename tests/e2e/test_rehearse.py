@@ -64,14 +64,16 @@ def test_a_job_that_begins_anew_with_another_result_does_not(holdfast: Holdfast)
         (("--rejoin-hosts", JOB), "--rejoin-hosts is for --hosts; leave it out"),
         (("--hosts=a,b", "--ssh=no-such-ssh", JOB), "there is no 'no-such-ssh' on PATH"),
         ((), "a script to run is required"),
-        (("--seed=x", JOB), "--seed"),
+        (("--seed=x", JOB), "--seed: 'x' is not a whole number from 0 on"),
+        (("--keep=/dev/null", JOB), "--keep /dev/null: File exists"),
+        (("--keep=/dev/null/x", JOB), "--keep /dev/null/x: Not a directory"),
+        (("--keep=/proc", JOB), "--keep /proc: the directory is not empty"),
         (("--trial-timeout=0", JOB), "--trial-timeout: '0' is not a number of seconds above 0"),
         (("--expect-output=(", JOB), "--expect-output: '(' is no regular expression"),
         (("--snapshot-dir=/ckpt", JOB), "--snapshot-dir /ckpt: a real run may have its snapshots there"),
         (("--preload=json", "--preload-keep=1h", JOB), "--preload-keep: a rehearsal decides that"),
     ],
 )
-@pytest.mark.usefixtures("restored_logger")
 def test_wrong_words(words: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert problem in support.refused(capsys, 2, "rehearse", *words)
 

@@ -41,6 +41,7 @@ COMMANDS = {
     "scontrol": """
         #!/bin/sh
         [ "$1" = update ] && { echo "$@" > updated; exit; }
+        [ ! -e busy ] || { rm busy; echo "slurm_load_jobs error: Socket timed out" >&2; exit 1; }
         echo "$@" > asked
         echo "JobId=7 Reason=None JobState=$(cat state) ExitCode=$(cat code):0 Comment=\\377"
         echo "   StdOut=$PWD/out"
@@ -92,6 +93,7 @@ def test_a_job_of_another_cluster_is_asked_for_and_cancelled_there(holdfast: Hol
     (holdfast.directory / "submit").write_text("7;west")
     job = submit()
     support.wait_until(lambda: "submitted as Slurm job 7 of cluster west" in job.so_far().err, "the job runs")
+    support.wait_until(lambda: "the output of the job" in job.so_far().err, "Slurm has answered")
     assert (holdfast.directory / "asked").read_text() == "--clusters=west show job 7\n"
     job.send(signal.SIGINT)
     assert job.wait().code == 130
@@ -135,6 +137,18 @@ def test_the_end_that_the_script_tells_is_noticed_at_once(holdfast: Holdfast, su
         file.write(f"second\n{last} 0\n")
     ended = job.wait()
     assert (ended.code, ended.lines) == (0, ["first", "second"])
+
+
+@proves("engines.submit-slurm-end-at-once")
+def test_output_is_shown_if_slurm_says_later_where_it_is(holdfast: Holdfast, submit: Submit) -> None:
+    (holdfast.directory / "busy").touch()
+    (holdfast.directory / "out").write_text("first\n")
+    job = running(holdfast, submit)
+    support.wait_until(lambda: "first" in job.so_far().lines, "the output is shown", state=job.so_far)
+    (holdfast.directory / "state").write_text("COMPLETED")
+    ended = job.wait()
+    assert (ended.code, ended.lines) == (0, ["first"])
+    assert f"the output of the job goes to {holdfast.directory}/out" in ended.err
 
 
 @promise("""engines.slurm-exclude: A node that the runs of a Slurm job have lost more than once is left out when Slurm

@@ -389,14 +389,12 @@ def writer_of(pipe: Path) -> int | None:
         (("--listen", "127.0.0.1:0", "--idle-timeout", "soon"), "--idle-timeout: 'soon' is not a duration"),
     ],
 )
-@pytest.mark.usefixtures("restored_logger")
 def test_wrong_options(options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = support.refused(capsys, 2, "coordinator", *options)
     assert line.startswith("holdfast coordinator: error: ")
     assert words in line
 
 
-@pytest.mark.usefixtures("restored_logger")
 def test_a_port_that_is_taken(server: CoordinatorProcess, capsys: pytest.CaptureFixture[str]) -> None:
     """An error of the host, not of usage; so is an address of another host."""
     for address, reason in (

@@ -46,11 +46,6 @@ class Recorder:
         self._sock.sendall(data)
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOLDFAST_TOKEN", raising=False)
-
-
 def refusal(handler: CoordinatorHandler) -> str:
     with pytest.raises(RendezvousConnectionError) as caught:
         Caller(handler.next_rendezvous).result()

@@ -274,7 +274,6 @@ def test_an_address_that_others_can_reach_needs_the_token(scene: Scene, token: s
 
 
 @proves("dashboard.port-taken-package-missing")
-@pytest.mark.usefixtures("restored_logger")
 def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     refused = functools.partial(support.refused, capsys)
     wrong = "holdfast dashboard: error: run 'nothing' is not found on this host"

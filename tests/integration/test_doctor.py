@@ -233,7 +233,6 @@ def test_nothing_is_there() -> None:
         (("--what",), "--what"),
     ],
 )
-@pytest.mark.usefixtures("restored_logger")
 def test_wrong_usage_is_one_line(args: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = support.refused(capsys, 2, "doctor", *args)
     assert words in said

@@ -42,11 +42,6 @@ with open(sys.argv[1] + os.environ["RANK"]) as gate:
 """
 
 
-@pytest.fixture(autouse=True)
-def no_port_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TORCHELASTIC_HEALTH_CHECK_PORT, raising=False)
-
-
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:

@@ -458,7 +458,7 @@ def test_an_agent_exports_the_copies_that_it_has(run: Training, certificates: Ce
         [agent], _ = ask.find(pids=[run.nodes[0].pid])
         request = {"command": "export", "snapshot": found[0]["key"], "directory": str(exported)} if found else {}
         with contextlib.suppress(HostError):
-            return bool(ask.LocalRun([agent]).ask_node(agent.name, request))
+            return bool(ask.LocalRun([agent]).ask_node(agent.name, request, dict[str, Any]))
         return False
 
     run.wait_for(is_written, "an export")

@@ -246,7 +246,6 @@ def test_a_standalone_run_is_stopped_and_listed(scene: Scene) -> None:
 
 @promise("""steering.asked-clear-line-run: What cannot be asked is one clear line: no such run, several runs, another
     user's run, no coordinator, something else at the endpoint, a wrong token.""")
-@pytest.mark.usefixtures("restored_logger")
 def test_what_cannot_be_asked_is_one_line(scene: Scene, capsys: pytest.CaptureFixture[str]) -> None:
     port = support.free_port()
     refused = functools.partial(support.refused, capsys)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +11,6 @@ from holdfast.cli import run as cli
 from holdfast.cli.arguments import command_line
 from holdfast.cli.arguments.options import OPTIONS
 from holdfast.errors import UserError
-
-pytestmark = pytest.mark.usefixtures("restored_logger")
 
 _WRITES_FILES = {"log_dir", "event_log_handler", "events_file"}
 _FLAGS = [option.flags[-1] for option in OPTIONS if not option.is_flag and option.name not in _WRITES_FILES]

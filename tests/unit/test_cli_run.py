@@ -17,7 +17,7 @@ import pytest
 from holdfast import launcher
 from holdfast.cli import run as cli
 from holdfast.cli.arguments import program
-from holdfast.cli.arguments.options import OPTIONS, RunArguments
+from holdfast.cli.arguments.options import RunArguments
 from holdfast.cli.main import COMMANDS, main
 from holdfast.errors import HostError, InternalError, UserError
 from holdfast.process.errors import ChildFailedError, ProcessFailure
@@ -27,25 +27,10 @@ from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from holdfast.signals import RunClosed, SignalException
 from tests.promises import promise, proves
 
-OTHER_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "LOGLEVEL",
-    "OMP_NUM_THREADS",
-    "PYTHON_EXEC",
-    "TORCHELASTIC_ENABLE_FILE_TIMER",
-    "TORCHELASTIC_ERROR_FILE",
-    "TORCHELASTIC_HEALTH_CHECK_PORT",
-    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-)
-
 
 @pytest.fixture(autouse=True)
-def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logger: None) -> None:
-    """No variable of the caller, an empty working directory with a script, and the logger left as it was."""
-    for name in (*(option.variable for option in OPTIONS), *OTHER_VARIABLES):
-        if name:
-            monkeypatch.delenv(name, raising=False)
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory with a script."""
     here = tmp_path / "here"
     here.mkdir()
     (here / "x.py").write_text("")

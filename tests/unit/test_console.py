@@ -24,12 +24,6 @@ LOGGER = logging.getLogger("holdfast")
 SPEAKER = logging.getLogger("holdfast.agent.local")
 
 
-@pytest.fixture(autouse=True)
-def _usual_logger(monkeypatch: pytest.MonkeyPatch, restored_logger: None) -> None:
-    for name in ("LOGLEVEL", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().err.splitlines()
 

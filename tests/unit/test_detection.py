@@ -18,11 +18,6 @@ from tests.unit.test_engine_detection import BLAUNCH, OPEN_MPI, PBS, SLURM, with
 
 @pytest.fixture(autouse=True)
 def _slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(name)
-    for name in ("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "HOLDFAST_JOB_PID", "HOLDFAST_BRIEF"):
-        monkeypatch.setenv(name, "")  # Restored after the test.
-        monkeypatch.delenv(name)
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
 

@@ -11,10 +11,9 @@ import pytest
 
 from holdfast.cli import submit
 from holdfast.cli.arguments import command_line
+from holdfast.hosts import engines
 from holdfast.hosts.job import JobSpec
 from tests.promises import promise, proves
-
-pytestmark = pytest.mark.usefixtures("restored_logger")
 
 PLUG_IN = """
 from holdfast.errors import HostError, UserError
@@ -75,8 +74,6 @@ def _plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plugged_engines", raising=False)
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(name)
 
 
 def submitted(*tokens: str, code: int = 7) -> tuple[JobSpec, dict[str, object]]:
@@ -244,3 +241,20 @@ def test_help_names_the_options_of_the_engines(capsys: pytest.CaptureFixture[str
     assert "usage: holdfast submit ENGINE" in out
     assert "both: where it waits (default: main)" in out
     assert "--detach" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (("true",), ""),
+        (("sh", "-c", "echo one >&2; echo two >&2; exit 3"), "two"),
+        (("sh", "-c", "exit 3"), "exit code 3"),
+        (("sleep", "60"), "sleep has not answered within 0.2 s"),
+        (("no-such-tool",), "cannot start no-such-tool: No such file or directory"),
+    ],
+)
+def test_a_tool_of_an_engine_that_fails_is_a_problem_and_not_the_end(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], problem: str
+) -> None:
+    monkeypatch.setattr(engines, "_ANSWER_TIMEOUT_S", 0.2 if command[0] == "sleep" else 30.0)
+    assert engines.tell(*command) == problem

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.cli import doctor
 from holdfast.cli.checks import endpoint, findings, host
-from holdfast.cli.checks.findings import Finding, Level, Verdict
+from holdfast.cli.checks.findings import Level, Verdict
 from holdfast.errors import HostError
 from tests.promises import proves
 
@@ -75,11 +75,10 @@ def test_no_place_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_line_a_finding_and_hostile_text_stays_on_it() -> None:
     hostile = "\x1b[2J\nok       python forged"
-    found = [Finding("host name", *findings.ok(hostile)), Finding("run", *findings.problem(hostile, hostile))]
-    lines = [*doctor.lines_of(found)]
+    found = {"host name": findings.ok(hostile), "run": findings.problem(hostile, hostile)}
+    lines = doctor.text_of(found).splitlines()
     assert len(lines) == 3
     assert all(line.isprintable() for line in lines)
     assert lines[0].startswith("ok       host name  \\x1b[2J\\nok")
     assert lines[-1] == "1 problem, no warnings"
-    [long] = [*doctor.lines_of([Finding("run", *findings.ok("y" * 100_000))])][:-1]
-    assert len(long) < 5000
+    assert len(doctor.text_of({"run": findings.ok("y" * 100_000)})) < 5000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import shlex
 from collections.abc import Callable
@@ -26,12 +25,6 @@ FULL = (
     *("--service-account", "trainer", "--secret", "tok", "--working-dir", "/app", "--time-limit", "86400"),
     *("--nnodes", "2:4", "--nproc-per-node", "8", "--max-restarts", "3", "--health-port", "8080"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch, restored_logger: None) -> None:
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(name)
 
 
 Render = Callable[..., str]
@@ -419,6 +412,12 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], tokens: tup
 def test_wrong_scripts(capsys: pytest.CaptureFixture[str], script: str, words: str) -> None:
     assert submit.render(["kubernetes", "--image", "example/train:1", script]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"holdfast render: error: {words}")
+
+
+def test_a_patch_that_is_too_deep_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert submit.render(["kubernetes", "--image", "x", "--patch", f"{tmp_path}/deep.json", "train.py"]) == 2
+    assert "deep.json' is not JSON: maximum recursion depth" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_an_image_is_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

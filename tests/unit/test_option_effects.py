@@ -205,11 +205,8 @@ EFFECTS = {
 
 
 @pytest.fixture(autouse=True)
-def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logger: None) -> None:
-    for variable in [name for name in os.environ if name.startswith(("PET_", "TORCH", "HOLDFAST_"))]:
-        monkeypatch.delenv(variable)
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # The launcher sets it; this takes it back.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch(mode=0o755)
     support.write_secret(tmp_path / "secret", "the word of the day")

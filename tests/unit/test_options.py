@@ -26,13 +26,6 @@ from tests.unit.test_option_effects import EFFECTS, HOST_EFFECTS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for option in OPTIONS:
-        if option.variable:
-            monkeypatch.delenv(option.variable, raising=False)
-
-
 def parse(*tokens: str) -> argparse.Namespace:
     """As the parser for Python programs reads it; the command, which works without argparse, must see the same."""
     outcomes: list[Any] = []

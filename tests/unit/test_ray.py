@@ -14,8 +14,6 @@ from holdfast.hosts.job_coordinator import secret_options
 from tests import support
 from tests.promises import promise, proves
 
-pytestmark = pytest.mark.usefixtures("restored_logger")
-
 
 @promise("""ray.wrong-input-missing-unreachable: Wrong input, a missing `ray`, an unreachable address and nodes that
     cannot run the job are reported in one line each.""")
@@ -32,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("restored_logger")
         (("--cpus-per-node", "-1"), 2, "--cpus-per-node: '-1' is not a number such as 4"),
         (("--runtime-env-json", "[1]"), 2, "--runtime-env-json: '[1]' is not a JSON object"),
         (("--runtime-env-json", "{"), 2, "--runtime-env-json: '{' is not JSON: "),
+        (("--runtime-env-json", "[" * 100_000), 2, f"--runtime-env-json: '{'[' * 200}' is not JSON: "),
         (("--rdzv-endpoint", "a:1"), 2, "--rdzv-endpoint: ray decides that itself; leave the option out"),
     ],
 )

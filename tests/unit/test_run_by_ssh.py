@@ -22,14 +22,9 @@ from tests.promises import promise, proves
 from tests.unit.test_engine_detection import OPEN_MPI, SLURM
 from tests.unit.test_option_effects import job_of
 
-pytestmark = pytest.mark.usefixtures("restored_logger")
-
 
 @pytest.fixture(autouse=True)
 def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in [name for name in os.environ if name.startswith(("PET_", "HOLDFAST_"))]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
 
@@ -177,6 +172,7 @@ def test_a_secret_in_the_command_line_causes_a_warning(
         ("--hosts=a --rdzv-conf=x", "--rdzv-conf: "),
         ("--hosts=a --event-log-handler=nowhere", "--event-log-handler: unknown event handler 'nowhere'"),
         ("--hosts=a --copy=script --module", "a module is not a file"),
+        ("--host-discovery= --nnodes=1:2", "--host-discovery is empty"),
     ],
 )
 def test_wrong_input(tokens: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

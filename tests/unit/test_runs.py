@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast import stdio
 from holdfast.agent.control import ControlSocket
-from holdfast.cli import runs, status
+from holdfast.cli import attach, runs, status
 from holdfast.errors import HostError
 from holdfast.frozen import changed
 from holdfast.observe import ask, run_view, words
-from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun
+from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun, RemoteRun
 from holdfast.observe.run_view import RunView, Told
+from holdfast.rendezvous.client.visitor import ConnectionBroken, Visitor
 from holdfast.telemetry.status import AgentStatus, NodeStatus, RunStatus, WorkerStatus, plain
 from tests import support
 from tests.promises import promise, proves
@@ -46,9 +51,70 @@ def an_agent(opened: ExitStack, answer: Any) -> FoundAgent:
 def test_an_answer_that_makes_no_sense_is_one_error(opened: ExitStack, answer: object) -> None:
     run = LocalRun([an_agent(opened, answer)])
     assert run.local_agents() == []
-    for question in (run.run_status, lambda: ask.decoded(run.ask_node("n", {"command": "x"}), AgentStatus, "node n")):
+    for question in (run.run_status, lambda: run.ask_node("n", {"command": "x"}, AgentStatus)):
         with pytest.raises(HostError):
             question()
+
+
+class Coordinator(Visitor):
+    """Gives this answer to all questions; without one its connection breaks."""
+
+    def __init__(self, answer: dict[str, Any] | None) -> None:
+        self._answer, self.answers = answer, {}
+
+    def send(self, request: Mapping[str, Any], node_id: str = "") -> int:
+        if self._answer is None:
+            raise ConnectionBroken("the connection broke")
+        self.answers[1] = self._answer
+        return 1
+
+    def close(self) -> None:
+        pass
+
+    def ask_nodes(self, node_ids: Sequence[str], request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        return {name: self.send(request, name) for name in node_ids}
+
+
+@proves("steering.whatever-agent-coordinator")
+def test_a_coordinator_that_refuses_to_say_the_end_is_quoted_and_asked_again() -> None:
+    coordinators = [Coordinator({"error": "too many questions"}) for _ in range(3)]
+    run = RemoteRun("job7", coordinators.pop)
+    for _ in range(2):
+        with pytest.raises(HostError, match=r"^too many questions$"):
+            run.await_end(0.0)
+    assert not coordinators, "it was not asked again"
+
+
+@proves("steering.whatever-agent-coordinator")
+def test_a_connection_that_breaks_is_a_problem_of_each_node() -> None:
+    answers, problems = RemoteRun("job7", lambda: Coordinator(None)).ask_each(["a", "b"], {}, AgentStatus)
+    assert (answers, {name: str(each) for name, each in problems.items()}) == (
+        {},
+        dict.fromkeys("ab", "the connection broke"),
+    )
+
+
+@proves("cli.reader-gone-quiet")
+@pytest.mark.parametrize(("is_pipe", "code", "line"), [(False, 0, ""), (True, 1, "it is not a regular file\n")])
+def test_attach_to_a_file_without_a_reader_of_it(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    is_pipe: bool, code: int, line: str,
+) -> None:  # fmt: skip
+    """`holdfast attach | head` is no error, and a FIFO in the place of the file would hold the command up for ever."""
+    path = tmp_path / "out"
+    os.mkfifo(path) if is_pipe else path.write_text("a line\n")
+    served = ControlSocket("job7", {"attach": lambda request: str(path)})
+    opened.callback(served.close)
+    found = FoundAgent(served.path, os.getpid(), os.geteuid(), AgentStatus("job7"))
+    monkeypatch.setattr(LocalRun, "local_agents", lambda run: [found])
+    monkeypatch.setattr(runs, "open_run", lambda args: LocalRun([found]))
+
+    def refuse(fd: int, data: memoryview) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(stdio, "write_some", refuse)
+    assert attach.main(["job7"]) == code
+    assert capsys.readouterr().err.endswith(line) if line else capsys.readouterr().err == ""
 
 
 def test_an_agent_cannot_speak_for_another_process(opened: ExitStack) -> None:

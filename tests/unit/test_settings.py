@@ -22,12 +22,6 @@ from tests import support
 from tests.promises import promise, proves
 
 
-@pytest.fixture(autouse=True)
-def _no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("HOLDFAST_TOKEN", "HOLDFAST_ETCD_PASSWORD"):
-        monkeypatch.delenv(variable, raising=False)
-
-
 def read(backend: str = "tcp", endpoint: str = "", **config: Any) -> NodeSettings:
     return settings.read(RendezvousParameters(backend, endpoint, "run", 2, 4, **config))
 

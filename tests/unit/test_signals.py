@@ -23,7 +23,6 @@ S = signal.Signals
 @pytest.fixture(autouse=True)
 def fresh_inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An inbox of the test's own; afterwards every signal means what it meant before."""
-    monkeypatch.delenv(signals.SIGNALS_VARIABLE, raising=False)
     numbers = (S.SIGTERM, S.SIGINT, S.SIGHUP, S.SIGQUIT, S.SIGUSR1, S.SIGUSR2, S.SIGWINCH)
     before = {number: signal.getsignal(number) for number in numbers}
     box = signals.Inbox()

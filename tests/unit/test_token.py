@@ -16,11 +16,6 @@ from tests import support
 from tests.promises import promise, proves
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOLDFAST_TOKEN", raising=False)
-
-
 @promise("""coordinator.token-makes-token-private: `holdfast token` makes a token in a private file; `holdfast token
     --run ID` derives one that opens that run only.""")
 def test_a_token_in_a_file_that_the_shell_has_made_is_private_and_can_be_used(tmp_path: Path) -> None:

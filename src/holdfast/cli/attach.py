@@ -6,15 +6,18 @@ file from its beginning, and asks the socket for the end.
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from holdfast import loop, stdio
-from holdfast.cli import console, runs
+from holdfast.cli import runs
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HostError
 from holdfast.observe.ask import LocalRun, Question
+from holdfast.process.output.logs import open_left_file
 
 PROGRAM = "holdfast attach"
 _LOOK_AGAIN_S = 0.2  # At a file: no event says that it has grown.
@@ -39,13 +42,14 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args, codes = get_parser().parse_args(argv), []
+    codes: list[int] = []
 
-    def follow() -> str:
-        codes.append(_followed(runs.open_run(args)))
+    def follow(args: argparse.Namespace) -> str:
+        with suppress(BrokenPipeError):  # The reader has gone (`| head`), and the run goes on.
+            codes.append(_followed(runs.open_run(args)))
         return ""
 
-    return console.show(PROGRAM, follow) or codes[0]
+    return get_parser().run(argv, follow) or sum(codes)
 
 
 def _followed(run: Any) -> int:
@@ -62,7 +66,7 @@ def _followed(run: Any) -> int:
 
 
 def _show(path: str, end: Question, name: str) -> int:
-    with open(path, "rb", buffering=0) as output:
+    with open_left_file(path) as output:
         has_ended = False
         while not has_ended:
             has_ended = loop.is_readable(end.fileno())

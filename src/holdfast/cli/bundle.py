@@ -16,14 +16,14 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast import escape, procfs
-from holdfast.cli import archive, console, doctor, runs, status
+from holdfast.cli import archive, doctor, runs, status
 from holdfast.cli.archive import Pieces
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HostError, UserError
-from holdfast.frozen import field, fields_of, frozen
+from holdfast.frozen import field, frozen
 from holdfast.observe import ask, run_view, words
 from holdfast.observe.ask import AskedRun, decoded
 from holdfast.observe.log_tail import LogPiece
@@ -35,6 +35,7 @@ from holdfast.telemetry.status import AgentStatus
 from holdfast.text import plural, size_text
 
 PROGRAM = "holdfast bundle"
+T = TypeVar("T")
 
 _LOGS_LIMIT_S = 60.0  # Of all nodes together.
 _FILE_BYTES = 1 << 20
@@ -83,13 +84,12 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
+    return get_parser().run(argv, _make)
 
-    def make() -> str:
-        told = make_bundle(args)
-        return json.dumps(told) + "\n" if args.json else f"{_words(told)}\n"
 
-    return console.show(PROGRAM, make)
+def _make(args: argparse.Namespace) -> str:
+    told = make_bundle(args)
+    return json.dumps(told) + "\n" if args.json else f"{_words(told)}\n"
 
 
 def _words(told: Mapping[str, Any]) -> str:
@@ -150,10 +150,8 @@ class Config:
 
     def secret_files(self) -> Iterator[str]:
         access = self.rendezvous.get("access")
-        for named in (
-            self.rendezvous.get("token_file"),
-            access.get("password_file") if isinstance(access, dict) else "",
-        ):
+        password_file = access.get("password_file") if isinstance(access, dict) else ""
+        for named in (self.rendezvous.get("token_file"), password_file):
             if isinstance(named, str) and named:
                 yield os.path.join(self.directory, named)
 
@@ -168,15 +166,14 @@ class Answers:
             self.view = run_view.look(run)
         except HostError as error:
             self.problem = str(error)
-        self.configs = self.of_all("config")
+        self.configs = self.of_all("config", dict[str, Any])
 
-    def of_all(self, command: str) -> dict[str, Any]:
-        names = [*self.view.agents]
-        return self._run.ask_nodes(names, {"command": command}, ask.LONG_LIMIT_S) if names else {}
+    def of_all(self, command: str, kind: type[T]) -> dict[str, T | HostError]:
+        answers, problems = self._run.ask_each([*self.view.agents], {"command": command}, kind, ask.LONG_LIMIT_S)
+        return {**answers, **problems}
 
     def log(self, name: str, **request: Any) -> LogPiece:
-        answer = self._run.ask_node(name, {"command": "logs", "offset": -log_files.CHUNK_BYTES, **request})
-        return decoded(answer, LogPiece, f"node {name}")
+        return self._run.ask_node(name, {"command": "logs", "offset": -log_files.CHUNK_BYTES, **request}, LogPiece)
 
     def secrets_here(self) -> Iterator[tuple[AgentStatus, int, Config]]:
         """The agents of this host, whose users they are, and how they were started."""
@@ -208,8 +205,8 @@ def _known_secrets(args: argparse.Namespace, answers: Answers | None) -> Iterato
 
 def _add_doctor(pieces: Pieces, args: argparse.Namespace) -> None:
     found = doctor.examine(args)
-    pieces.json("doctor.json", {"findings": [fields_of(each) for each in found]}, "what `holdfast doctor` finds")
-    pieces.text("doctor.txt", "\n".join(doctor.lines_of(found)) + "\n", "the same for people")
+    pieces.json("doctor.json", doctor.as_json(found), "what `holdfast doctor` finds")
+    pieces.text("doctor.txt", doctor.text_of(found), "the same for people")
 
 
 def _add_run(pieces: Pieces, answers: Answers) -> None:
@@ -222,7 +219,7 @@ def _add_run(pieces: Pieces, answers: Answers) -> None:
     for node in view.nodes:
         if node.node_id in view.silent:
             pieces.miss(f"everything of node {node.node_id}", view.silence_of(node))
-    events, stacks = answers.of_all("events"), answers.of_all("stacks")
+    events, stacks = answers.of_all("events", LogPiece), answers.of_all("stacks", LogPiece)
     ends = time.monotonic() + _LOGS_LIMIT_S
     for number, (name, told) in enumerate(view.agents.items()):
         place, who = f"node-{number}", told.status.node_id or told.status.host or name
@@ -237,11 +234,11 @@ def _add_run(pieces: Pieces, answers: Answers) -> None:
     pieces.miss("report.json", "a run has one when it has failed; then give --log-dir")
 
 
-def _add_text(pieces: Pieces, name: str, what: str, answer: Any) -> None:
+def _add_text(pieces: Pieces, name: str, what: str, answer: LogPiece | HostError) -> None:
     def add() -> None:
         if isinstance(answer, HostError):
             raise answer
-        pieces.text(name, _whole_lines(decoded(answer, LogPiece, what)), what)
+        pieces.text(name, _whole_lines(answer), what)
 
     pieces.attempt(what, add)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from holdfast.cli import console
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.catalogue import Command, Flag, commands
 
@@ -30,8 +29,7 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    shell = get_parser().parse_args(argv).shell
-    return console.show(PROGRAM, lambda: script(shell))
+    return get_parser().run(argv, lambda args: script(args.shell))
 
 
 def script(shell: str) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from holdfast import escape
-from holdfast.cli import console, runs
+from holdfast.cli import runs
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.cli.checks import endpoint, findings, host
-from holdfast.cli.checks.findings import Finding, Level
+from holdfast.cli.checks.findings import Level, Verdict
 from holdfast.errors import HoldfastError, UserError
-from holdfast.frozen import fields_of
 from holdfast.observe import run_view, words
 
 PROGRAM = "holdfast doctor"
@@ -44,20 +44,16 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
-    found: list[Finding] = []
+    found: dict[str, Verdict] = {}
 
-    def show() -> str:
-        found.extend(examine(args))
-        if args.json:
-            return json.dumps({"findings": [fields_of(each) for each in found]}, indent=2) + "\n"
-        return "\n".join(lines_of(found)) + "\n"
+    def show(args: argparse.Namespace) -> str:
+        found.update(examine(args))
+        return json.dumps(as_json(found), indent=2) + "\n" if args.json else text_of(found)
 
-    code = console.show(PROGRAM, show)
-    return code or int(any(each.level is Level.PROBLEM for each in found))
+    return get_parser().run(argv, show) or int(any(level is Level.PROBLEM for level, *_ in found.values()))
 
 
-def examine(args: argparse.Namespace) -> list[Finding]:
+def examine(args: argparse.Namespace) -> dict[str, Verdict]:
     """Raises UserError if the options make no sense."""
     checks: dict[str, findings.Check] = dict(host.CHECKS)
     way = None
@@ -76,10 +72,10 @@ def examine(args: argparse.Namespace) -> list[Finding]:
         late = found.pop("endpoint", None)
         found |= {check: way.found[check] for check in endpoint.ORDER if check in way.found}
         found |= {"endpoint": late} if late is not None else {}
-    return [Finding(check, *verdict) for check, verdict in found.items()]
+    return found
 
 
-def _run_here(args: argparse.Namespace) -> findings.Verdict:
+def _run_here(args: argparse.Namespace) -> Verdict:
     try:
         view = run_view.look(runs.open_run(argparse.Namespace(**{**vars(args), "token_file": ""})))
     except HoldfastError as error:
@@ -87,11 +83,18 @@ def _run_here(args: argparse.Namespace) -> findings.Verdict:
     return findings.ok(words.heading(view))
 
 
-def lines_of(found: Sequence[Finding]) -> Iterator[str]:
-    """One for each finding, and a last one that counts them."""
-    width = max(len(each.check) for each in found)
-    for each in found:
-        fix = f"; fix: {each.fix}" if each.fix else ""
-        yield f"{each.level:<7}  {each.check:<{width}}  {escape.cut(escape.one_line(each.text + fix))}"
-    counts = {level: sum(each.level is level for each in found) for level in (Level.PROBLEM, Level.WARNING)}
-    yield ", ".join(f"{number or 'no'} {level}{'' if number == 1 else 's'}" for level, number in counts.items())
+def as_json(found: Mapping[str, Verdict]) -> dict[str, Any]:
+    rows = [(check, *verdict) for check, verdict in found.items()]
+    return {"findings": [dict(zip(("check", "level", "text", "fix"), row, strict=True)) for row in rows]}
+
+
+def text_of(found: Mapping[str, Verdict]) -> str:
+    """A line for each finding, and a last one that counts them."""
+    width, lines = max(map(len, found)), []
+    for check, (level, text, fix) in found.items():
+        whole = f"{text}; fix: {fix}" if fix else text
+        lines.append(f"{level:<7}  {check:<{width}}  {escape.cut(escape.one_line(whole))}")
+    levels = [level for level, *_ in found.values()]
+    counts = {level: levels.count(level) for level in (Level.PROBLEM, Level.WARNING)}
+    lines.append(", ".join(f"{number or 'no'} {level}{'' if number == 1 else 's'}" for level, number in counts.items()))
+    return "\n".join(lines) + "\n"

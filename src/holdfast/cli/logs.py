@@ -25,7 +25,7 @@ from holdfast.cli import console, runs
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.failures.report import ranks_text
-from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun, decoded
+from holdfast.observe.ask import AskedRun, FoundAgent, LocalRun
 from holdfast.observe.log_tail import LogPiece, LogTail, Part
 from holdfast.process.output import log_files
 from holdfast.telemetry.status import AgentStatus, NodeStatus, WorkerStatus
@@ -82,13 +82,7 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
-
-    def show() -> str:
-        _show(runs.open_run(args), args, Printer(_pattern(args.grep), args.json))
-        return ""
-
-    return console.show(PROGRAM, show)
+    return get_parser().run(argv, _show)
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:
@@ -223,7 +217,7 @@ class Source:
     def _asked(self, request: dict[str, Any], timeout_s: float = _NODE_LIMIT_S) -> LogPiece:
         asker = {"follower": self._follower, "question": self._question}
         whole = {**request, **asker, "rank": self.rank, "stream": self.stream}
-        return decoded(self._run.ask_node(self.node, whole, timeout_s), LogPiece, f"node {self.node}")
+        return self._run.ask_node(self.node, whole, LogPiece, timeout_s)
 
     def turn_to_newest(self, workers: Mapping[int, WorkerStatus]) -> None:
         """The log of the present attempt, as the agents of this host say; if they have ended, as the directories do."""
@@ -242,7 +236,8 @@ def path_in(worker: WorkerStatus, stream: str) -> str:
 # Which logs.
 
 
-def _show(run: AskedRun, args: argparse.Namespace, printer: Printer) -> None:
+def _show(args: argparse.Namespace) -> str:
+    run, printer = runs.open_run(args), Printer(_pattern(args.grep), args.json)
     if args.attempt is not None and args.round is not None:
         raise UserError("give --attempt or --round")
     sources = list(_sources(run, args, printer))
@@ -264,6 +259,7 @@ def _show(run: AskedRun, args: argparse.Namespace, printer: Printer) -> None:
         _follow_elsewhere(run, sources, printer)
     for each in sources:
         each.finish(printer)
+    return ""
 
 
 def _prefix(source: Source, sources: Sequence[Source]) -> str:
@@ -297,7 +293,7 @@ def _sources(run: AskedRun, args: argparse.Namespace, printer: Printer) -> Itera
             printer.note(f"not shown: {', '.join(nodes)}; --rank shows a rank of any host")
         return
     for name, ranks in nodes.items():
-        agent_there = decoded(run.ask_node(name, {"command": "status"}, _NODE_LIMIT_S), AgentStatus, f"node {name}")
+        agent_there = run.ask_node(name, {"command": "status"}, AgentStatus, _NODE_LIMIT_S)
         for worker in agent_there.workers:
             for stream in streams if worker.global_rank in ranks else ():
                 if path := path_in(worker, stream):

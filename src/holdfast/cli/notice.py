@@ -7,16 +7,12 @@ An agent of this host is asked by its control socket. By --rdzv-endpoint the coo
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast import escape
-from holdfast.cli import console, runs
+from holdfast.cli import runs
 from holdfast.cli.arguments.parser import PlainParser, argument
 from holdfast.cli.arguments.values import notice_time_s
-from holdfast.cli.stop import user_name
 from holdfast.errors import HostError, UserError
 from holdfast.observe import ask
 from holdfast.observe.ask import LocalRun, RemoteRun
@@ -57,18 +53,16 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
+    return get_parser().run(argv, _give)
 
-    def give() -> str:
-        told = _by_http(args) if args.health_address else _by_run(args)
-        return json.dumps(told) + "\n" if args.json else f"{told['text']}\n"
 
-    return console.show(PROGRAM, give)
+def _give(args: argparse.Namespace) -> str:
+    return runs.told_text(_by_http(args) if args.health_address else _by_run(args), args)
 
 
 def _said(args: argparse.Namespace) -> dict[str, Any]:
     said: dict[str, Any] = {"withdraw": True} if args.withdraw else {"in_s": args.in_s}
-    return {**said, "reason": escape.reason(args.reason, f"{PROGRAM}, by {user_name()} on {os.uname().nodename}")}
+    return {**said, "reason": runs.reason_in(args, PROGRAM)}
 
 
 def _when(args: argparse.Namespace, count: int = 1) -> str:

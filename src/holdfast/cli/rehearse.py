@@ -22,7 +22,7 @@ from holdfast.cli.job import job_of
 from holdfast.errors import HostError, UserError
 from holdfast.frozen import changed
 from holdfast.hosts.job import JobSpec
-from holdfast.option import Options, flag, optional, texts, value
+from holdfast.option import Options, count, flag, optional, texts, value
 from holdfast.rehearsal import plan, remote, trial
 from holdfast.rehearsal.plan import Fault, Seen, Trial
 from holdfast.telemetry.status import plain
@@ -72,7 +72,7 @@ class RehearseOptions(Options):
         "directory of the job; may be repeated")
     expect_output = value("--expect-output REGEX", _GROUP, _regex, "", in_environment=False, help=
         "the last line of output that matches must be the same")
-    seed = value("--seed NUMBER", _GROUP, int, "0", in_environment=False, help=
+    seed = value("--seed NUMBER", _GROUP, count, "0", in_environment=False, help=
         "draws the moments of the faults and their victims")
     here = flag("--here", _GROUP, in_environment=False, help=
         "run the job in the current directory instead of a new one for each trial: it must clean up after itself")
@@ -113,9 +113,7 @@ def _rehearse(args: RunArguments) -> int:
             "not --here"
         )
     job = _job(args)
-    home = Path(asked.keep or tempfile.mkdtemp(prefix="holdfast-rehearsal-")).absolute()
-    if asked.keep and home.exists() and any(home.iterdir()):
-        raise UserError(f"--keep {asked.keep}: the directory is not empty")
+    home = _home(asked.keep)
     rehearsals = _Rehearsals(job, home, asked, where)
     try:
         rehearsals.connect()
@@ -131,6 +129,18 @@ def _rehearse(args: RunArguments) -> int:
     as_json = {"trials": [plain(each) for each in trials], "compared": compared}
     console.deliver(json.dumps(as_json, indent=2) + "\n" if asked.json else plan.table(trials, compared))
     return 0 if plan.is_passed(trials) else 1
+
+
+def _home(keep: str) -> Path:
+    """The directory for all trials, which is empty."""
+    home = Path(keep or tempfile.mkdtemp(prefix="holdfast-rehearsal-")).absolute()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        if any(home.iterdir()):
+            raise UserError(f"--keep {keep}: the directory is not empty")
+    except OSError as error:
+        raise UserError(f"--keep {keep}: {error.strerror}") from None
+    return home
 
 
 def _where(args: RunArguments) -> remote.Hosts | None:

@@ -17,7 +17,7 @@ from holdfast.cli.arguments.options import HOSTS, OPTIONS
 from holdfast.cli.job import job_of
 from holdfast.errors import UserError
 from holdfast.frozen import changed
-from holdfast.hosts.job import JobSpec
+from holdfast.hosts.job import JobFailed, JobSpec
 from holdfast.hosts.ssh import copying, host_list
 from holdfast.hosts.ssh import transport as ssh
 from holdfast.log import Logger
@@ -116,7 +116,7 @@ def _detach(args: Any, job: JobSpec) -> None:
     if not is_started:
         code = process.wait()
         with open(path, encoding="utf-8", errors="replace") as file:
-            raise ssh.HostsFailed(code or 1, file.read())
+            raise JobFailed(code or 1, file.read())
     log.info("run %s goes on in the background; its output goes to %s", job.run_id, path)
     log.info("`holdfast attach %s` shows it, and `holdfast stop %s` ends it", job.run_id, job.run_id)
 
@@ -163,7 +163,10 @@ def _discovered(args: Any) -> tuple[host_list.Host, ...]:
     """The hosts that the script prints."""
     where = f"--host-discovery {args.host_discovery!r}"
     try:
-        done = subprocess.run(shlex.split(args.host_discovery), capture_output=True, text=True, timeout=_DISCOVERY_S)
+        words = shlex.split(args.host_discovery)
+        if not words:
+            raise UserError("--host-discovery is empty")
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_DISCOVERY_S)
     except OSError as error:
         raise UserError(f"{where} cannot be started: {error.strerror}") from None
     except (subprocess.TimeoutExpired, ValueError) as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast import escape
 from holdfast.agent import control
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HostError, UserError
@@ -114,6 +116,22 @@ def _no_answer(silent: Mapping[int, str]) -> HostError:
 
 def silent_text(pid: int, run: str) -> str:
     return f"agent {pid} does not answer; it may be stopped (run {run})"
+
+
+def reason_in(args: argparse.Namespace, program: str) -> str:
+    """--reason, or who gave the command."""
+    import pwd
+
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        user = f"user {os.geteuid()}"
+    return escape.reason(args.reason, f"{program}, by {user} on {os.uname().nodename}")
+
+
+def told_text(told: Mapping[str, Any], args: argparse.Namespace) -> str:
+    """What a command has done: its `text` for people, all of it for programs."""
+    return json.dumps(told) + "\n" if args.json else f"{told['text']}\n"
 
 
 def as_whom() -> str:

@@ -7,8 +7,8 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from holdfast import escape
 from holdfast.agent.snapshot_transfers import parts_on_disk
 from holdfast.cli import console, runs
 from holdfast.cli.arguments.parser import PlainParser
@@ -50,8 +50,7 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
-    return console.show(PROGRAM, lambda: _show(args))
+    return get_parser().run(argv, _show)
 
 
 def _show(args: argparse.Namespace) -> str:
@@ -62,12 +61,14 @@ def _show(args: argparse.Namespace) -> str:
         return _text({os.uname().nodename: SnapshotList(0, 0, args.dir, tuple(found))}, args)
     run = runs.open_run(args)
     view = run_view.look(run)
-    nodes, problems = snapshots.take(run, view)
+    nodes, problems = run.ask_each([*view.agents], {"command": "snapshots"}, SnapshotList)
     for name, problem in problems.items():
         _complain(f"node {name} is left out: {problem}")
     if problems and not nodes:
         raise HostError("no node has answered")
-    return _text(nodes, args) if args.export is None else _export(run, view, nodes, args.export)
+    if args.export is None:
+        return _text(nodes, args)
+    return runs.told_text(_export(run, view, nodes, args.export), args)
 
 
 def _complain(text: str) -> None:
@@ -93,21 +94,21 @@ def _row(each: Listed) -> tuple[str, ...]:
     return (str(each.step), each.rank_words(), size_text(each.bytes), words.age_text(each.age_s), *places, on_disk)
 
 
-def _export(run: AskedRun, view: RunView, nodes: dict[str, SnapshotList], directory: str) -> str:
+def _export(run: AskedRun, view: RunView, nodes: dict[str, SnapshotList], directory: str) -> dict[str, Any]:
     here = [name for name, told in view.agents.items() if told.is_here and name in nodes]
     newest, asked, others = _chosen(nodes, here)
     if not asked:
         raise HostError(f"step {newest.step} is on other hosts ({', '.join(others)}); run this command there")
     os.makedirs(directory, exist_ok=True)
     request = {"command": "export", "snapshot": newest.key, "directory": os.path.abspath(directory)}
-    lines = []
     for name, answer in run.ask_nodes(asked, request, _EXPORT_LIMIT_S).items():
         if isinstance(answer, HostError):
             raise HostError(f"{name}: {answer}")
-        lines.append(f"{name}: wrote its part of step {newest.step} to {directory}/step-{newest.step}")
     if others:
         _complain(f"parts of step {newest.step} are on other hosts ({', '.join(others)}); run this command there, too")
-    return escape.lines("\n".join(lines)) + "\n"
+    where = f"{directory}/step-{newest.step}"
+    text = "\n".join(f"{name}: wrote its part of step {newest.step} to {where}" for name in asked)
+    return {"step": newest.step, "directory": where, "nodes": asked, "missing_nodes": others, "text": text}
 
 
 def _chosen(nodes: dict[str, SnapshotList], here: Sequence[str]) -> tuple[Listed, list[str], list[str]]:

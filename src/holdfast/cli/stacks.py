@@ -40,8 +40,7 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
-    return console.show(PROGRAM, lambda: _taken(args))
+    return get_parser().run(argv, _taken)
 
 
 def _taken(args: argparse.Namespace) -> str:

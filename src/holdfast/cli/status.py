@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -61,42 +62,40 @@ def get_ps_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
-
-    def show() -> str:
-        if args.watch:
-            from holdfast.cli import top
-
-            return top.show(args)
-        try:
-            run = runs.open_run(args)
-        except runs.SeveralRuns:
-            list_runs([flag for flag in ("--all-users", "--json") if getattr(args, flag[2:].replace("-", "_"))])
-            raise
-        view = run_view.look(run)
-        if args.json:
-            return json.dumps(view.to_json(words.sentence(view)), indent=2) + "\n"
-        return text_of(view, is_all=args.all)
-
-    return console.show(PROGRAM, show)
+    return get_parser().run(argv, _show)
 
 
 def list_runs(argv: Sequence[str]) -> int:
-    args = get_ps_parser().parse_args(argv)
+    return get_ps_parser().run(argv, _list)
 
-    def show() -> str:
-        agents, silent = ask.find(of_all_users=args.all_users)
-        agents.sort(key=lambda each: (each.status.run_id, each.pid))
-        for pid, name in silent.items():
-            console.write_error(PROGRAM_PS, runs.silent_text(pid, name))
-        if args.json:
-            told = [{**plain(each.status), "socket": each.socket, "uid": each.uid} for each in agents]
-            return json.dumps(told, indent=2) + "\n"
-        if not agents:
-            return "" if silent else f"no run is found on this host{runs.as_whom()}\n"
-        return "\n".join(words.table([_PS_HEADING, *map(_ps_row, agents)])) + "\n"
 
-    return console.show(PROGRAM_PS, show)
+def _show(args: argparse.Namespace) -> str:
+    if args.watch:
+        from holdfast.cli import top
+
+        return top.show(args)
+    try:
+        run = runs.open_run(args)
+    except runs.SeveralRuns:
+        console.print_out(_list(args))
+        raise
+    view = run_view.look(run)
+    if args.json:
+        return json.dumps(view.to_json(words.sentence(view)), indent=2) + "\n"
+    return text_of(view, is_all=args.all)
+
+
+def _list(args: argparse.Namespace) -> str:
+    agents, silent = ask.find(of_all_users=args.all_users)
+    agents.sort(key=lambda each: (each.status.run_id, each.pid))
+    for pid, name in silent.items():
+        console.write_error(PROGRAM_PS, runs.silent_text(pid, name))
+    if args.json:
+        told = [{**plain(each.status), "socket": each.socket, "uid": each.uid} for each in agents]
+        return json.dumps(told, indent=2) + "\n"
+    if not agents:
+        return "" if silent else f"no run is found on this host{runs.as_whom()}\n"
+    return "\n".join(words.table([_PS_HEADING, *map(_ps_row, agents)])) + "\n"
 
 
 _NODE_HEADING = ("NODE", "NAME", "ADDRESS", "STATE", "AGENT", "WORKERS")

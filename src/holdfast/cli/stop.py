@@ -6,8 +6,7 @@ coordinator is asked, which wants the run's token for that. A run without a coor
 
 from __future__ import annotations
 
-import json
-import os
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -50,17 +49,16 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
+    return get_parser().run(argv, _stop)
 
-    def stop() -> str:
-        reason = escape.reason(args.reason, f"holdfast stop, by {user_name()} on {os.uname().nodename}")
-        run = runs.open_run(args)
-        if runs.name_in(args) is None:
-            _confirm(run)
-        told = _stop_here(run, reason, args.timeout) if isinstance(run, LocalRun) else _stop_there(run, reason)
-        return json.dumps(told) + "\n" if args.json else f"{told['text']}\n"
 
-    return console.show(PROGRAM, stop)
+def _stop(args: argparse.Namespace) -> str:
+    reason = runs.reason_in(args, PROGRAM)
+    run = runs.open_run(args)
+    if runs.name_in(args) is None:
+        _confirm(run)
+    told = _stop_here(run, reason, args.timeout) if isinstance(run, LocalRun) else _stop_there(run, reason)
+    return runs.told_text(told, args)
 
 
 def _confirm(run: AskedRun) -> None:
@@ -115,12 +113,3 @@ def _check_coordinator(run: LocalRun, pids: Sequence[int]) -> None:
             f"the coordinator of run {run.name} does not answer, and the run ends when it does: {error}; see whether "
             f"its process is stopped, or end the agents of this host with their workers: kill -9 {agents}"
         ) from None
-
-
-def user_name() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return f"user {os.geteuid()}"

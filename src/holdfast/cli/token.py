@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import stat
 from collections.abc import Sequence
 
-from holdfast.cli import console
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import UserError
 from holdfast.rendezvous.membership import keys
@@ -32,14 +32,13 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
+    return get_parser().run(argv, _make)
 
-    def make() -> str:
-        text = _token(args.run, args.token_file)
-        _make_private(1)
-        return f"{text}\n"
 
-    return console.show(PROGRAM, make)
+def _make(args: argparse.Namespace) -> str:
+    text = _token(args.run, args.token_file)
+    _make_private(1)
+    return f"{text}\n"
 
 
 def _token(run_id: str | None, token_file: str) -> str:

@@ -63,8 +63,7 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
-    return console.show(PROGRAM, lambda: show(args))
+    return get_parser().run(argv, show)
 
 
 def show(args: argparse.Namespace) -> str:

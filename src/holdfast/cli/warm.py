@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -44,19 +45,17 @@ def get_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    args = get_parser().parse_args(argv)
-    modules: tuple[str, ...] = args.modules
+    return get_parser().run(argv, _do)
 
-    def do() -> str:
-        if args.stop:
-            return _stop(modules)
-        if args.list:
-            return _list()
-        if not modules or "auto" in modules:
-            raise UserError("name the modules, such as torch,numpy; or use --list or --stop")
-        return _start(modules, args.keep, args.timeout)
 
-    return console.show(PROGRAM, do)
+def _do(args: argparse.Namespace) -> str:
+    if args.stop:
+        return _stop(args.modules)
+    if args.list:
+        return _list()
+    if not args.modules or "auto" in args.modules:
+        raise UserError("name the modules, such as torch,numpy; or use --list or --stop")
+    return _start(args.modules, args.keep, args.timeout)
 
 
 def _start(modules: tuple[str, ...], keep_s: float, timeout_s: float) -> str:

@@ -57,8 +57,9 @@ from typing import assert_never
 
 from holdfast.errors import RUN_CLOSED, RUN_WENT_AWAY
 from holdfast.frozen import dataclass, frozen
+from holdfast.hosts.job import Outcome
 from holdfast.hosts.own_lines import is_own, labelled, names_text, without_prefix
-from holdfast.text import plural
+from holdfast.text import last_line, plural
 
 MOST_AT_ONCE = 32  # Hosts that are prepared at the same time.
 _MOST_TRIES = 4
@@ -203,15 +204,6 @@ class FleetSettings:
     prepare_timeout_s: float = _NEVER
     join_timeout_s: float = _NEVER
     rejoins: bool = False
-
-
-@frozen
-class Outcome:
-    """`words` are the last words of an agent. Otherwise `error` is why the job failed, in one line."""
-
-    code: int
-    words: str = ""
-    error: str = ""
 
 
 State = StrEnum("State", ["WAITING", "PREPARING", "READY", "RUNNING", "GONE"])
@@ -550,7 +542,7 @@ class AgentFleet:
 
     def _story(self, event: Ended | Lost, host: _Host) -> str:
         if isinstance(event, Ended):
-            words = without_prefix(event.words.strip().rpartition("\n")[2])
+            words = without_prefix(last_line(event.words))
             return f"{host.name}: {words or f'its agent ended with exit code {event.code}'}"
         return f"{host.name} is lost: {event.reason}" if host.has_run else f"{host.name}: {event.reason}"
 

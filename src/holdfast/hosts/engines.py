@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from holdfast.errors import HostError, UserError
 from holdfast.hosts.job import JobSpec
 from holdfast.option import Options
+from holdfast.text import last_line
 
 if TYPE_CHECKING:
     import subprocess
@@ -130,3 +131,12 @@ def ask(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
         raise HostError(f"{command[0]} has not answered within {_ANSWER_TIMEOUT_S:g} s") from None
     except OSError as error:
         raise HostError(f"cannot start {command[0]}: {error.strerror}") from None
+
+
+def tell(*command: str, text: str = "") -> str:
+    """Have such a tool do something. Returns why it did not, or nothing: the job goes on either way."""
+    try:
+        done = ask(*command, text=text)
+    except HostError as error:
+        return str(error)
+    return (last_line(done.stderr) or f"exit code {done.returncode}") if done.returncode else ""

@@ -1,4 +1,4 @@
-"""One job as data, `JobSpec`: what an engine starts on each of its nodes, whichever engine it is. Pure.
+"""One job as data: `JobSpec`, what an engine starts on each of its nodes, and `Outcome`, how it ended. Pure.
 
 An engine starts one agent a node, always by the same command: `python -P -m holdfast run OPTIONS PROGRAM`. `OPTIONS`
 are the user's, and those by which the engine says where this node meets the others. With `-P` the agent does not import
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 
+from holdfast.errors import HoldfastError
 from holdfast.frozen import frozen
 
 # For engines that end the job when the first agent has succeeded: those that have finished wait for the others.
@@ -69,3 +70,25 @@ class JobSpec:
         nproc = [f"--nproc-per-node={self.nproc_per_node}"] if self.nproc_per_node else []
         own = [f"--nnodes={self.nnodes}", f"--rdzv-id={self.run_id}", *nproc, *self.options, *engine_options]
         return ["run", *own, "--", *self.program]
+
+
+@frozen
+class Outcome:
+    """`words` are the last words of an agent. Otherwise `error` is why the job failed, in one line."""
+
+    code: int
+    words: str = ""
+    error: str = ""
+
+    def raise_failure(self, program: str) -> None:
+        """Returns if the job has succeeded. `program` is the command that started it."""
+        if self.code:
+            raise JobFailed(self.code, self.words or f"{program}: error: {self.error}\n")
+
+
+class JobFailed(HoldfastError):  # noqa: N818
+    """The job has ended, with that exit code and these last words."""
+
+    def __init__(self, exit_code: int, last_words: str) -> None:
+        super().__init__(last_words)
+        self.exit_code, self.last_words = exit_code, last_words

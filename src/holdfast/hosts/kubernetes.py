@@ -13,6 +13,7 @@ goes on until its pods are gone. The exit code of a job that failed is that of i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -31,12 +32,13 @@ from holdfast.failures.report import DO_NOT_REQUEUE
 from holdfast.frozen import changed
 from holdfast.hosts import kubernetes_manifest
 from holdfast.hosts.console import EngineConsole
-from holdfast.hosts.engines import Engine, ask
+from holdfast.hosts.engines import Engine, ask, tell
 from holdfast.hosts.job import JobSpec
 from holdfast.hosts.kubernetes_manifest import KubernetesOptions, Tree
 from holdfast.hosts.own_lines import PREFIX_VARIABLE
 from holdfast.log import Logger
 from holdfast.process.output.lines import HeldLine
+from holdfast.text import last_line
 
 log = Logger(__name__)
 
@@ -102,7 +104,7 @@ def _patches(path: str | None) -> list[Tree]:
             found = json.loads(file.read(_PATCH_BYTES))
     except OSError as error:
         raise UserError(f"--patch {path!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--patch {path!r} is not JSON: {error}") from None
     patches = found if isinstance(found, list) else [found]
     if not all(isinstance(each, dict) for each in patches):
@@ -111,8 +113,7 @@ def _patches(path: str | None) -> list[Tree]:
 
 
 def _refusal(text: str, name: str) -> HoldfastError:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = lines[-1] if lines else "kubectl did not say why"
+    said = last_line(text) or "kubectl did not say why"
     if _TROUBLE.search(said):
         return HostError(f"Kubernetes cannot be asked: {said}")
     remedy = f"; delete it, or give another --name than {name}" if "AlreadyExists" in said else ""
@@ -220,7 +221,8 @@ class _Watch:
             except ValueError:
                 break  # The rest of it is to come.
             self._held = self._held.lstrip()[end:]
-            yield event.get("type", ""), event.get("object", {})
+            if event.get("type") != "ERROR":  # Then the watch ends, and what it has is no such object.
+                yield event.get("type", ""), event.get("object", {})
         if self._process.has_ended:
             self.close()
             self.again_at = now + _WATCH_AGAIN_S
@@ -249,11 +251,9 @@ class _PodLog:
         lines = self._lines.take(self._process.read())
         if self._process.has_ended:
             lines, self.is_over = lines + self._lines.flush(), True
-        return (
-            lines
-            if self._number == 0
-            else b"".join([line for line in lines.splitlines(keepends=True) if self._is_shown(line)])
-        )
+        if self._number == 0:
+            return lines
+        return b"".join([line for line in lines.splitlines(keepends=True) if self._is_shown(line)])
 
     def _is_shown(self, line: bytes) -> bool:
         is_of_report = self._is_in_report or line.startswith(b"=" * 80)
@@ -319,9 +319,9 @@ class _Submission:
 
     def _see_all(self) -> None:
         """The watch of the pods may be behind that of the job."""
-        done = ask(*self._get_pods, "--output=json")
-        for pod in [] if done.returncode else json.loads(done.stdout).get("items", ()):
-            self._see("ADDED", pod)
+        with contextlib.suppress(HostError, ValueError):  # The end of the job is known without it.
+            for pod in json.loads(ask(*self._get_pods, "--output=json").stdout).get("items", ()):
+                self._see("ADDED", pod)
 
     def _turn(self) -> None:
         now = time.monotonic()
@@ -373,7 +373,7 @@ class _Submission:
             return
         self._stopped_by, self._ends_at = number, now + self._grace_s
         log.warning("got %s, deleting %s", number.name, self._what)
-        done = ask(*self._kubectl, "delete", "--ignore-not-found", "--wait=false", "-f", "-", text=self._manifest)
-        if done.returncode:
-            log.error("cannot delete it: %s", done.stderr.strip().rpartition("\n")[2])
+        delete = (*self._kubectl, "delete", "--ignore-not-found", "--wait=false", "-f", "-")
+        if problem := tell(*delete, text=self._manifest):
+            log.error("cannot delete it: %s", problem)
             self._ends_at = 0.0

@@ -332,14 +332,17 @@ _DOCUMENTS = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
 
 
 def _document(version: str, kind: str, name: str, settings: KubernetesOptions, spec: Tree) -> Tree:
-    namespace = {"namespace": settings.namespace} if settings.namespace else {}
-    metadata = {"name": name, **namespace, **_marks(settings)}
+    metadata = _given(name=name, namespace=settings.namespace, **_marks(settings))
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
+def _given(**fields: Any) -> Tree:
+    """Those that have a value."""
+    return {name: each for name, each in fields.items() if each}
+
+
 def _marks(settings: KubernetesOptions) -> Tree:
-    labels, annotations = settings.label, settings.annotation
-    return {**({"labels": labels} if labels else {}), **({"annotations": annotations} if annotations else {})}
+    return _given(labels=settings.label, annotations=settings.annotation)
 
 
 def _jobset_spec(job_spec: Tree, settings: KubernetesOptions) -> Tree:
@@ -373,11 +376,8 @@ def _job_spec(job: JobSpec, settings: KubernetesOptions, container: Tree) -> Tre
     }
     if is_elastic:
         spec["successPolicy"] = {"rules": [{"succeededCount": job.min_nodes}]}
-    if settings.time_limit:
-        spec["activeDeadlineSeconds"] = settings.time_limit
-    marks = _marks(settings)
-    spec["template"] = {**({"metadata": marks} if marks else {}), "spec": _pod_spec(job, settings, container)}
-    return spec
+    template = _given(metadata=_marks(settings), spec=_pod_spec(job, settings, container))
+    return {**spec, **_given(activeDeadlineSeconds=settings.time_limit), "template": template}
 
 
 def _pod_failure_rules() -> list[Tree]:
@@ -401,15 +401,14 @@ def _pod_failure_rules() -> list[Tree]:
 
 def _pod_spec(job: JobSpec, settings: KubernetesOptions, container: Tree) -> Tree:
     grace_s = settings.termination_grace or math.ceil(job.grace_s) + _GRACE_MARGIN_S
-    account, pull_secrets = settings.service_account, settings.image_pull_secret
+    account = settings.service_account
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": grace_s,
         "enableServiceLinks": False,  # A service named "master" would set MASTER_PORT.
         **({"serviceAccountName": account} if account else {"automountServiceAccountToken": False}),
-        **({"nodeSelector": settings.node_selector} if settings.node_selector else {}),
-        **({"tolerations": settings.toleration} if settings.toleration else {}),
-        **({"imagePullSecrets": [{"name": each} for each in pull_secrets]} if pull_secrets else {}),
+        **_given(nodeSelector=settings.node_selector, tolerations=settings.toleration),
+        **_given(imagePullSecrets=[{"name": each} for each in settings.image_pull_secret or ()]),
         "containers": [container],
         "volumes": [
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm_size}},
@@ -429,23 +428,22 @@ def _volume(claim: str) -> str:
 def _container(name: str, job: JobSpec, settings: KubernetesOptions) -> Tree:
     health_port = job.health_port or HEALTH_PORT
     command = _command(name, job, settings, health_port)
-    directory, resources = settings.working_dir, _resources(settings)
     probe = {"httpGet": {"path": "/", "port": health_port}, "timeoutSeconds": 5}
     return {
         "name": _NODE,
         "image": settings.image,
-        **({"workingDir": directory} if directory else {}),
+        **_given(workingDir=settings.working_dir),
         "command": command[:5],  # The first process of the pod is the agent, so it gets the pod's SIGTERM.
         "args": command[5:],
         "env": _environment(job, settings),
-        **({"envFrom": settings.env_from} if settings.env_from else {}),
+        **_given(envFrom=settings.env_from),
         "ports": [
             {"name": "rendezvous", "containerPort": settings.port},
             {"name": "health", "containerPort": health_port},
         ],
         "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": _MOST_STARTUP_S // 2},
         "livenessProbe": {**probe, "periodSeconds": 10, "failureThreshold": 3},
-        **({"resources": resources} if resources else {}),
+        **_given(resources=_resources(settings)),
         "volumeMounts": [
             {"name": "shm", "mountPath": "/dev/shm"},
             *({"name": _volume(each), "mountPath": path} for each, path in (settings.volume_claim or {}).items()),
@@ -500,7 +498,6 @@ def _literal(text: str) -> str:
 
 def _resources(settings: KubernetesOptions) -> Tree:
     """Memory that is used beyond the request would make the pod the first one to be evicted, so both are the same."""
-    cpu, memory, gpus = settings.cpu, settings.memory, settings.gpus_per_node
-    requests = {**({"cpu": cpu} if cpu else {}), **({"memory": memory} if memory else {})}
-    limits = {**({"memory": memory} if memory else {}), **({settings.gpu_resource: str(gpus)} if gpus else {})}
-    return {**({"requests": requests} if requests else {}), **({"limits": limits} if limits else {})}
+    gpus = {settings.gpu_resource: str(settings.gpus_per_node)} if settings.gpus_per_node else {}
+    requests = _given(cpu=settings.cpu, memory=settings.memory)
+    return _given(requests=requests, limits={**_given(memory=settings.memory), **gpus})

@@ -39,7 +39,6 @@ import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +47,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import holdfast
-from holdfast import escape, loop, signals, stdio
+from holdfast import escape, loop, signals
 from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.hosts import own_lines
 from holdfast.hosts.agent_fleet import (
@@ -63,7 +62,6 @@ from holdfast.hosts.agent_fleet import (
     Host,
     HostsSeen,
     Lost,
-    Outcome,
     Prepare,
     Ready,
     Say,
@@ -74,7 +72,7 @@ from holdfast.hosts.agent_fleet import (
 from holdfast.hosts.console import EngineConsole
 from holdfast.hosts.engines import OWN, Engine
 from holdfast.hosts.host_agent import AgentOrder, Batch, HostAgent
-from holdfast.hosts.job import JobSpec
+from holdfast.hosts.job import JobSpec, Outcome
 from holdfast.hosts.job_coordinator import JobCoordinator, rdzv_conf
 from holdfast.log import Logger
 from holdfast.option import Options, optional, texts, value
@@ -92,6 +90,7 @@ _REPEAT_S = 0.5
 _SILENT = "its actor does not answer"
 _CONCURRENT_CALLS = 16
 _KILLED = 128 + signal.SIGKILL
+_SHOWN_CHARS = 200
 
 
 def _amount(text: str) -> float:
@@ -109,8 +108,8 @@ def _runtime_env(text: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{text[:_SHOWN_CHARS]!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is not a JSON object")
     return value
@@ -146,10 +145,8 @@ class Ray(Engine[RayOptions]):
         signals.inbox().watch(job.notice_signal, job.passed_signals)
         with _connected(settings.address or os.environ.get("RAY_ADDRESS") or "auto", settings.runtime_env_json):
             outcome = _Run(job, settings).run()
-        words = outcome.words or f"holdfast submit: error: {outcome.error}\n"
-        if outcome.code:
-            stdio.write(sys.stderr, escape.lines(words), may_drop=False)
-        return outcome.code
+        outcome.raise_failure("holdfast submit")
+        return 0
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from holdfast import escape, loop, signals, stdio
 from holdfast.errors import WENT_AWAY, HoldfastError, HostError, UserError
 from holdfast.frozen import frozen
 from holdfast.hosts.console import EngineConsole
-from holdfast.hosts.engines import OWN, Engine, ask
+from holdfast.hosts.engines import OWN, Engine, ask, tell
 from holdfast.hosts.job import LONG_EXIT_BARRIER, JobSpec
 from holdfast.hosts.own_lines import PREFIX_VARIABLE, prefix_template
 from holdfast.log import Logger
@@ -355,8 +355,9 @@ class _Output:
     """Shows what the job writes to its output file. Slurm makes the file when the job starts. `has_said_end`: the
     script has said that the agents have ended."""
 
-    def __init__(self, path: str, number: str, *, has_prefixes: bool) -> None:
-        self._path, self._is_over = path, threading.Event()
+    def __init__(self, number: str, *, has_prefixes: bool) -> None:
+        self.path = ""  # Until Slurm has said it.
+        self._is_over = threading.Event()
         self._file: IO[bytes] | None = None
         self._last_line = _LAST_LINE.format(number).encode()
         self.has_said_end = False
@@ -374,7 +375,7 @@ class _Output:
         while not is_over:
             is_over = self._is_over.wait(_LOOK_AGAIN_S)
             with contextlib.suppress(OSError):  # Not there yet, or its server does not answer now.
-                self._file = self._file or open(self._path, "rb", buffering=0)  # noqa: SIM115  (open until the job ends)
+                self._file = self._file or open(self.path, "rb", buffering=0)  # noqa: SIM115  (open until the job ends)
                 while piece := self._file.read(_PIECE_BYTES):
                     self._show(held.take(piece))
         self._show(held.flush())
@@ -408,10 +409,10 @@ class _Submission:
     def __init__(self, submitted: _SlurmJob, job: JobSpec) -> None:
         self._job = submitted
         self._said, self._stopped_by = "", None  # type: tuple[str, signal.Signals | None]
-        self._path = (submitted.facts() or {}).get("StdOut", "")
         run_id = f"{job.run_id if job.is_named else 'slurm'}-{submitted.number}"
-        log.info("submitted as Slurm job %s, run %r; its output goes to %s", submitted, run_id, self._path)
-        self._output = _Output(self._path, submitted.number, has_prefixes=job.has_prefixes)
+        log.info("submitted as Slurm job %s, run %r", submitted, run_id)
+        self._output = _Output(submitted.number, has_prefixes=job.has_prefixes)
+        self._find_output(submitted.facts() or {})
 
     def wait(self) -> int:
         """The job's exit code, when it has ended."""
@@ -422,6 +423,11 @@ class _Submission:
         if self._output.losses():
             log.warning("%s", self._excluded)
         return self._code(facts)
+
+    def _find_output(self, facts: Mapping[str, str]) -> None:
+        if not self._output.path and (path := facts.get("StdOut", "")):
+            log.info("the output of the job goes to %s", path)
+            self._output.path = path
 
     def _await_end(self) -> Mapping[str, str]:
         """What Slurm knows of the job then."""
@@ -438,9 +444,8 @@ class _Submission:
                 continue
             facts = self._job.facts()
             state = (facts or {}).get("JobState", "")
-            if facts == {}:
-                return facts
-            if facts is not None and state not in _GOING_ON:
+            self._find_output(facts or {})
+            if facts is not None and (not facts or state not in _GOING_ON):
                 return facts
             self._tell(facts or {}, state)
             is_ending = self._stopped_by is not None or state == "COMPLETING"
@@ -465,9 +470,9 @@ class _Submission:
         if not new:
             return
         *where, number = self._job.words
-        done = ask("scontrol", *where, "update", f"JobId={number}", f"ExcNodeList={','.join([*listed, *new])}")
-        if done.returncode:
-            log.warning("cannot exclude %s: %s", ", ".join(new), done.stderr.strip().rpartition("\n")[2])
+        change = (f"JobId={number}", f"ExcNodeList={','.join([*listed, *new])}")
+        if problem := tell("scontrol", *where, "update", *change):
+            log.warning("cannot exclude %s: %s", ", ".join(new), problem)
         else:
             log.warning("%s: the job does not start there again", self._excluded)
 
@@ -478,9 +483,8 @@ class _Submission:
     def _give_notice(self) -> None:
         """To the script, whose first agent tells the run."""
         log.warning("got the signal of a notice, passing it on to Slurm job %s", self._job)
-        done = ask("scancel", "--batch", "--signal=USR1", *self._job.words)
-        if done.returncode:
-            log.warning("cannot give notice: %s", done.stderr.strip().rpartition("\n")[2])
+        if problem := tell("scancel", "--batch", "--signal=USR1", *self._job.words):
+            log.warning("cannot give notice: %s", problem)
 
     def _is_enough(self, number: signal.Signals) -> bool:
         """The first signal cancels the job, the second ends the wait for its end."""
@@ -488,10 +492,9 @@ class _Submission:
         if not is_first:
             return True
         log.warning("got %s, cancelling Slurm job %s", number.name, self._job)
-        done = ask("scancel", *self._job.words)
-        if done.returncode:
-            log.error("cannot cancel it: %s", done.stderr.strip().rpartition("\n")[2])
-        return bool(done.returncode)
+        if problem := tell("scancel", *self._job.words):
+            log.error("cannot cancel it: %s", problem)
+        return bool(problem)
 
     def _code(self, facts: Mapping[str, str]) -> int:
         state = facts.get("JobState", "")
@@ -502,7 +505,7 @@ class _Submission:
         if not state:
             raise HostError(f"Slurm does not know job {self._job} any more; `sacct -j {self._job.number}` may")
         if not self._output.is_found:
-            log.warning("the job's output file %s cannot be read from here", self._path)
+            log.warning("the job's output file %s cannot be read from here", self._output.path)
         code, _, number = facts.get("ExitCode", "1:0").partition(":")
         if int(code) or state == "COMPLETED":
             return int(code)

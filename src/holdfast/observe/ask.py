@@ -213,11 +213,26 @@ class AskedRun:
         """By name (`name_of`) what each agent answers, or a HostError. All are asked at the same time."""
         raise NotImplementedError
 
-    def ask_node(self, name: str, request: Mapping[str, Any], timeout_s: float = LONG_LIMIT_S) -> dict[str, Any]:
-        answer = self.ask_nodes([name], request, timeout_s)[name]
-        if isinstance(answer, HostError):
-            raise answer
-        return decoded(answer, dict[str, Any], f"node {name}")
+    def ask_each(
+        self, names: Sequence[str], request: Mapping[str, Any], kind: type[T], timeout_s: float = NODE_LIMIT_S
+    ) -> tuple[dict[str, T], dict[str, HostError]]:
+        """By name what each agent answers, and why the others have no answer."""
+        answers: dict[str, T] = {}
+        problems: dict[str, HostError] = {}
+        for name, answer in self.ask_nodes(names, request, timeout_s).items():
+            try:
+                if isinstance(answer, HostError):
+                    raise answer
+                answers[name] = decoded(answer, kind, f"node {name}")
+            except HostError as error:
+                problems[name] = error
+        return answers, problems
+
+    def ask_node(self, name: str, request: Mapping[str, Any], kind: type[T], timeout_s: float = LONG_LIMIT_S) -> T:
+        answers, problems = self.ask_each([name], request, kind, timeout_s)
+        if problems:
+            raise problems[name]
+        return answers[name]
 
     def local_agents(self) -> list[FoundAgent]:
         """The agents of the run on this host as they are now, if they were looked for."""
@@ -412,7 +427,10 @@ class RemoteRun(AskedRun):
     def ask_nodes(
         self, names: Sequence[str], request: Mapping[str, Any], timeout_s: float = NODE_LIMIT_S
     ) -> dict[str, Any]:
-        return self._asked(lambda asked: asked.ask_nodes(names, request, timeout_s))
+        try:
+            return self._asked(lambda asked: asked.ask_nodes(names, request, timeout_s))
+        except HostError as error:
+            return dict.fromkeys(names, error)
 
     def stop(self, reason: str) -> tuple[str, int]:
         told = self.ask_coordinator({"command": "stop", "reason": reason})
@@ -457,7 +475,10 @@ class _EndQuestion:
             self._asked.receive(timeout_s)
         told = self._asked.answers[self._number]
         if told is not None:
-            return _result_in(told, "the coordinator")
+            answer = _result_in(told, "the coordinator")
+            if isinstance(answer, HostError):
+                raise answer
+            return answer
         if time.monotonic() > self._sent_at + _KEEP_ALIVE_S:
             del self._asked.answers[self._number]
             self._number, self._sent_at = self._asked.send({"command": "outcome"}), time.monotonic()

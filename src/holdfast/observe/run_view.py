@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.errors import HostError
 from holdfast.frozen import changed, field, fields_of, frozen
 from holdfast.observe import ask
-from holdfast.observe.ask import AskedRun, LastWord, LocalRun, decoded, name_of
+from holdfast.observe.ask import AskedRun, LastWord, LocalRun, name_of
 from holdfast.telemetry import stragglers
 from holdfast.telemetry.history import HistoryStatus
 from holdfast.telemetry.status import AgentStatus, NodeStatus, RunStatus, WorkerStatus, plain
@@ -183,16 +183,8 @@ def agents_of(run: AskedRun, names: list[str]) -> tuple[dict[str, Told], dict[st
         left_s = ends - time.monotonic()
         if left_s <= 0:
             break
-        page = names[first : first + _PAGE]
-        try:
-            answers = run.ask_nodes(page, {"command": "status"}, min(left_s, ask.NODE_LIMIT_S))
-        except HostError as error:
-            answers = dict.fromkeys(page, error)
-        for name, answer in answers.items():
-            try:
-                if isinstance(answer, HostError):
-                    raise answer
-                agents[name] = Told(decoded(answer, AgentStatus, f"node {name}"), time.monotonic())
-            except HostError as error:
-                silent[name] = str(error)
+        page, limit_s = names[first : first + _PAGE], min(left_s, ask.NODE_LIMIT_S)
+        answers, problems = run.ask_each(page, {"command": "status"}, AgentStatus, limit_s)
+        agents |= {name: Told(status, time.monotonic()) for name, status in answers.items()}
+        silent |= {name: str(error) for name, error in problems.items()}
     return agents, silent

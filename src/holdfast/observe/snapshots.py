@@ -5,11 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from holdfast.errors import HostError
 from holdfast.failures.report import ranks_text
 from holdfast.frozen import frozen
-from holdfast.observe.ask import AskedRun, decoded
-from holdfast.observe.run_view import RunView
 from holdfast.telemetry.status import HeldParts, SnapshotList
 
 Key = tuple[int, int, int, int, bool]
@@ -33,20 +30,6 @@ class Listed:
     def rank_words(self) -> str:
         words = f"{self.key[3]}, replicated" if self.key[4] else str(self.key[3])
         return f"{words}, {ranks_text(self.missing)} missing" if self.missing else words
-
-
-def take(run: AskedRun, view: RunView) -> tuple[dict[str, SnapshotList], dict[str, str]]:
-    """What each node has, and why others did not say."""
-    taken: dict[str, SnapshotList] = {}
-    problems: dict[str, str] = {}
-    for name, answer in run.ask_nodes([*view.agents], {"command": "snapshots"}).items():
-        try:
-            if isinstance(answer, HostError):
-                raise answer
-            taken[name] = decoded(answer, SnapshotList, f"node {name}")
-        except HostError as error:
-            problems[name] = str(error)
-    return taken, problems
 
 
 def listed(nodes: Mapping[str, SnapshotList]) -> list[Listed]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from holdfast.errors import HostError, UserError
+from holdfast.errors import UserError
 from holdfast.failures.report import ranks_text
 from holdfast.frozen import frozen
 from holdfast.hangs import compare
 from holdfast.hangs.compare import WorkerLook
 from holdfast.observe import ask
-from holdfast.observe.ask import AskedRun, decoded
+from holdfast.observe.ask import AskedRun
 from holdfast.observe.run_view import RunView, Told
 
 
@@ -31,15 +31,8 @@ class NodeStacks:
 def take(run: AskedRun, view: RunView, rank: int | None, request: Mapping[str, Any]) -> dict[str, NodeStacks]:
     """By name of the node. Only nodes that have just answered are asked."""
     whole = {"command": "stacks", "looks": True, "rank": rank, **request}
-    taken: dict[str, NodeStacks] = {}
-    for name, answer in run.ask_nodes([*chosen(view, rank)], whole, ask.LONG_LIMIT_S).items():
-        try:
-            if isinstance(answer, HostError):
-                raise answer
-            taken[name] = decoded(answer, NodeStacks, f"node {name}")
-        except HostError as error:
-            taken[name] = NodeStacks(problem=str(error))
-    return taken
+    taken, problems = run.ask_each([*chosen(view, rank)], whole, NodeStacks, ask.LONG_LIMIT_S)
+    return taken | {name: NodeStacks(problem=str(error)) for name, error in problems.items()}
 
 
 def chosen(view: RunView, rank: int | None) -> dict[str, Told]:

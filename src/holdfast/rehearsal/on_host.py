@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ MARK_VARIABLE = "HOLDFAST_REHEARSAL"
 
 
 class OnHost:
-    """Every result can be written as JSON."""
+    """Every argument and every result can be written as JSON."""
 
     def now(self) -> float:
         """By the clock of this host, which counts for nothing elsewhere."""
@@ -56,7 +56,7 @@ class OnHost:
         found = [pid for pid in procfs.all_pids() if "rendezvous.coordinator.process" in procfs.command_line(pid)]
         return [pid for pid in found if _is_marked(pid, mark)]
 
-    def signal(self, pids: Iterable[int], number: int) -> None:
+    def signal(self, pids: Sequence[int], number: int) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -73,7 +73,7 @@ class OnHost:
                 found.append([late_s, event["event"], 0])
         return found
 
-    def digests(self, directory: str, files: Iterable[str]) -> list[str]:
+    def digests(self, directory: str, files: Sequence[str]) -> list[str]:
         """Of the content of each file; empty for one that is not there."""
         paths = [Path(directory, name) for name in files]
         return [hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in paths]

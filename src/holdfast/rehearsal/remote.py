@@ -14,8 +14,9 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 from holdfast.errors import HostError
 from holdfast.frozen import frozen
@@ -39,8 +40,8 @@ class Hosts:
     options: tuple[str, ...]
 
 
-class RemoteHost(OnHost):
-    """Raises HostError if the host does not answer in time."""
+class RemoteHost:
+    """Has the methods of `OnHost`, and raises HostError if the host does not answer in time."""
 
     def __init__(self, where: Hosts, host: Host) -> None:
         self._name, self._timeout_s = host.name, where.timeout_s
@@ -51,7 +52,11 @@ class RemoteHost(OnHost):
             stdout=subprocess.PIPE, start_new_session=True, bufsize=0,
         )  # fmt: skip
         self._held = b""
-        self._line(time.monotonic() + self._timeout_s)
+        try:
+            self._line(time.monotonic() + self._timeout_s)
+        except BaseException:
+            self.close()
+            raise
 
     def _line(self, until: float) -> bytes:
         """The next one with the mark, without it."""
@@ -70,6 +75,9 @@ class RemoteHost(OnHost):
             if not (piece := os.read(self._process.stdout.fileno(), 1 << 16)):
                 raise HostError(f"{self._name}: the connection has ended; does `holdfast run --hosts` work there?")
             self._held += piece
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         assert self._process.stdin is not None
@@ -91,35 +99,6 @@ class RemoteHost(OnHost):
         self._process.kill()
         self._process.wait()
 
-    # The calls.
-
-    def now(self) -> float:
-        return float(self._call("now"))
-
-    def make(self, directory: str, events: str) -> None:
-        self._call("make", directory, events)
-
-    def remove(self, directory: str) -> None:
-        self._call("remove", directory)
-
-    def agents(self, run_id: str, mark: str) -> list[int]:
-        return [*self._call("agents", run_id, mark)]
-
-    def workers(self, run_id: str, mark: str) -> list[list[int | None]]:
-        return [*self._call("workers", run_id, mark)]
-
-    def coordinators(self, mark: str) -> list[int]:
-        return [*self._call("coordinators", mark)]
-
-    def signal(self, pids: Iterable[int], number: int) -> None:
-        self._call("signal", [*pids], number)
-
-    def told(self, directory: str, since: float) -> list[list[Any]]:
-        return [*self._call("told", directory, since)]
-
-    def digests(self, directory: str, files: Iterable[str]) -> list[str]:
-        return [*self._call("digests", directory, [*files])]
-
 
 class HostsRehearsal(Rehearsal):
     """One trial of the job on these hosts, which are there for the whole rehearsal."""
@@ -130,7 +109,7 @@ class HostsRehearsal(Rehearsal):
 
     def _made_sides(self) -> list[Side]:
         pairs = zip(self._there, self._where.hosts, strict=True)
-        return [Side(there, f"{self._mark}.{host.name}", f"events-{host.name}") for there, host in pairs]
+        return [Side(cast(OnHost, there), f"{self._mark}.{host.name}", f"events-{host.name}") for there, host in pairs]
 
     def _start_all(self) -> None:
         self._starts += 1

@@ -15,13 +15,12 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast import signals
-from holdfast.frozen import frozen
+from holdfast.frozen import changed, frozen
 from holdfast.hosts.job import JobSpec
 from holdfast.rehearsal.on_host import MARK_VARIABLE, OnHost
 from holdfast.rehearsal.plan import Fault, Seen
@@ -161,11 +160,8 @@ class Rehearsal:
         self._launch([*self._place, events], {"TMPDIR": f"{self._directory}/tmp", **own})
 
     def _launch(self, place: Sequence[str], environment: dict[str, str]) -> None:
-        job = self._job
-        command = [sys.executable, "-P", "-m", "holdfast", "run", *place, f"--rdzv-id={self._run_id}"]
-        command += [f"--nnodes={job.nnodes}"]
-        command += [f"--nproc-per-node={job.nproc_per_node}"] if job.nproc_per_node else []
-        command += [f"--log-dir={self._directory}/logs", "--tee=3", "--prefix=never", *job.options, *job.program]
+        own = (*place, f"--log-dir={self._directory}/logs", "--tee=3", "--prefix=never")
+        command = changed(self._job, run_id=self._run_id).agent_command(*own)
         if self._fault is Fault.DISK_FULL:
             mount = f'mount -t tmpfs -o size={_DISK} tmpfs "$0" && exec "$@"'
             command = [*_apart(), "sh", "-c", mount, f"{self._directory}/logs", *command]

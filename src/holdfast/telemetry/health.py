@@ -94,12 +94,10 @@ class HealthCheckServer(HttpServer):
         condition = self.condition()
         return Page.of(200 if condition["status"] == "alive" else 503, condition)
 
-    @property
-    def takes_posts(self) -> bool:  # type: ignore[override]  # from the moment at which there is an agent
-        return self.door is not None
-
     async def post(self, request: Request, peer: str) -> Page:
-        if request.path != "/notice" or self.door is None:
+        if self.door is None:
+            return await super().post(request, peer)
+        if request.path != "/notice":
             return Page.of(404, {"reason": "POST is for /notice"})
         return self.door.post(request, peer)
 

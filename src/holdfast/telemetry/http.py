@@ -14,7 +14,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -57,6 +57,9 @@ class Page:
         return head.encode() + (self.body if has_body else b"")
 
 
+NOT_ALLOWED = Page.of(405, {"reason": "only GET and HEAD are answered"}, "Allow: GET, HEAD\r\n")
+
+
 @frozen
 class Request:
     """`path` is without a query. `is_head`: only the head of the answer is wanted. Of a POST, `headers` by their names
@@ -69,7 +72,7 @@ class Request:
     body: bytes = b""
 
 
-def read_request(said: bytes, *, may_post: bool = False) -> Request | Page | None:
+def read_request(said: bytes) -> Request | Page | None:
     """The request in what a caller has sent; the answer if it is malformed, None if it is incomplete."""
     if b"\r\n\r\n" not in said and b"\n\n" not in said:
         too_long = len(said) >= _CALL_LIMIT_BYTES
@@ -77,15 +80,10 @@ def read_request(said: bytes, *, may_post: bool = False) -> Request | Page | Non
     words = said.split(b"\n", 1)[0].split()
     if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
         return Page.of(400, {"reason": "not a request of HTTP/1"})
-    if words[0] == b"POST" and may_post:
-        return _read_post(said, _path_in(words))
-    if words[0] not in (b"GET", b"HEAD"):
-        return Page.of(405, {"reason": "only GET and HEAD are answered"}, "Allow: GET, HEAD\r\n")
-    return Request(_path_in(words), words[0] == b"HEAD")
-
-
-def _path_in(words: Sequence[bytes]) -> str:
-    return words[1].partition(b"?")[0].decode("latin-1")
+    path = words[1].partition(b"?")[0].decode("latin-1")
+    if words[0] == b"POST":
+        return _read_post(said, path)
+    return Request(path, words[0] == b"HEAD") if words[0] in (b"GET", b"HEAD") else NOT_ALLOWED
 
 
 def _read_post(said: bytes, path: str) -> Request | Page | None:
@@ -111,15 +109,13 @@ class HttpServer:
         self._callers: dict[socket.socket, asyncio.Task[None]] = {}  # In the order in which they came.
         release_in_children(self)
 
-    takes_posts = False
-
     async def page(self, path: str) -> Page:
         """In the server's thread."""
         raise NotImplementedError
 
     async def post(self, request: Request, peer: str) -> Page:
-        """The same, of a POST by a caller at that address, if the server takes any."""
-        raise NotImplementedError
+        """The same, of a POST by a caller at that address."""
+        return NOT_ALLOWED
 
     def start(self) -> None:
         """Serve from now on. Does nothing if it serves already, and warns if it cannot."""
@@ -208,7 +204,7 @@ class HttpServer:
             sock.close()
 
     async def _answer_to(self, said: bytes, sock: socket.socket) -> bytes | None:
-        request = read_request(said, may_post=self.takes_posts)
+        request = read_request(said)
         if not isinstance(request, Request):
             return request.encoded() if request is not None else None
         try:

@@ -91,7 +91,9 @@ def post(host: str, port: int, said: Mapping[str, Any], key: bytes | None) -> di
     body = json.dumps(said).encode()
     headers = {"Content-Type": "application/json"}
     if key is not None:
-        nonce = str(_exchange(host, port, "GET", NONCE_PATH)["nonce"])
+        nonce = _exchange(host, port, "GET", NONCE_PATH).get("nonce")
+        if not isinstance(nonce, str):  # Any path is answered by a health check without an agent.
+            raise HostError(f"no agent answers for the health port {host}:{port} yet; try again")
         headers |= {NONCE_HEADER: nonce, PROOF_HEADER: proof(key, nonce, body)}
     return _exchange(host, port, "POST", PATH, body, headers)
 
@@ -106,7 +108,7 @@ def _exchange(
         connection.request(method, path, body, dict(headers or {}))
         answer = connection.getresponse()
         found = json.loads(answer.read(1 << 16))
-    except (OSError, HTTPException, ValueError) as error:
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
         raise HostError(f"no answer from the health port {host}:{port}: {error}") from None
     finally:
         connection.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import holdfast
@@ -35,6 +35,11 @@ class PlainParser(argparse.ArgumentParser):
     def __init__(self, program: str, description: str = "", epilog: str = "", usage: str | None = None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(program, usage, description, epilog, formatter_class=formatter, allow_abbrev=False)
+
+    def run(self, argv: Sequence[str], act: Callable[[argparse.Namespace], str]) -> int:
+        """Run the command: `act` makes its text. The exit code says how that ended (`console.show`)."""
+        args = self.parse_args(argv)
+        return console.show(self.prog, lambda: act(args))
 
     def add_option(self, option: Option, text: str) -> None:
         kwargs: dict[str, Any] = {} if option.is_flag else {"metavar": option.invocation.split()[-1]}

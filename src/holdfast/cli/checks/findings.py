@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
-from holdfast.frozen import frozen
-
 
 class Level(StrEnum):
     OK = "ok"
@@ -22,18 +20,8 @@ class Level(StrEnum):
     PROBLEM = "problem"
 
 
-Verdict = tuple[Level, str, str]
+Verdict = tuple[Level, str, str]  # With a text, and what to do about a warning or a problem.
 Check = Callable[[], Verdict | None]
-
-
-@frozen
-class Finding:
-    """`fix` says what to do about a warning or a problem."""
-
-    check: str
-    level: Level
-    text: str
-    fix: str = ""
 
 
 def ok(text: str) -> Verdict:

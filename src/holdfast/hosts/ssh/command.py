@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 
 from holdfast.frozen import frozen
+from holdfast.text import last_line
 
 PINGS_IN_TIMEOUT = 4
 _SSH_FAILED = 255  # The exit code of ssh itself. Agents do not use it.
@@ -131,8 +132,3 @@ def meaning_of_loss(status: int, last: str) -> str:
     if status == _SSH_FAILED:
         return f"the connection broke{words}"
     return f"its agent ended with exit status {status}{words}"
-
-
-def last_line(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1] if lines else ""

@@ -21,9 +21,10 @@ from typing import Any
 
 from holdfast.agent import control
 from holdfast.errors import RUN_CLOSED, HostError
-from holdfast.hosts.agent_fleet import Outcome
+from holdfast.hosts.job import Outcome
 from holdfast.hosts.ssh.connection import Connection
 from holdfast.telemetry.status import AgentStatus, plain
+from holdfast.text import last_line
 
 _COMMANDS = ("query", "stop", "logs", "stacks", "config", "events")
 _STATUS_S = 0.8  # Commands look for runs, and wait for a second.
@@ -113,5 +114,4 @@ def _last_word(outcome: Outcome | None) -> dict[str, Any]:
     if outcome is None:
         return {"end": "error"}
     end = {0: "succeeded", RUN_CLOSED: "closed"}.get(outcome.code, "failed" if outcome.words else "error")
-    words = outcome.error or outcome.words
-    return {"end": end, "reason": words.strip().rpartition("\n")[2], "exit_code": outcome.code}
+    return {"end": end, "reason": last_line(outcome.error or outcome.words), "exit_code": outcome.code}

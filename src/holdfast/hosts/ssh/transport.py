@@ -23,7 +23,7 @@ from holdfast.frozen import changed, frozen
 from holdfast.hosts import agent_fleet, job_coordinator, own_lines
 from holdfast.hosts.agent_fleet import AgentFleet, FleetSettings, Phase
 from holdfast.hosts.console import EngineConsole
-from holdfast.hosts.job import JobSpec
+from holdfast.hosts.job import JobSpec, Outcome
 from holdfast.hosts.ssh import command, messages, questions
 from holdfast.hosts.ssh.connection import Connection
 from holdfast.hosts.ssh.copying import Archive
@@ -31,6 +31,7 @@ from holdfast.hosts.ssh.host_list import Host
 from holdfast.log import INFO, WARNING, Logger
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.membership.model import is_loopback
+from holdfast.text import last_line
 
 logger = Logger(__name__)
 
@@ -38,14 +39,6 @@ _LOOK_AT_CONSOLE_S = 1.0
 _STREAM_PATIENCE_S = 5.0  # For the end of the output of an ssh that has ended.
 _KILLED = 137
 _DISCOVER_EVERY_S = 5.0
-
-
-class HostsFailed(HoldfastError):  # noqa: N818
-    """The command has ended, with that exit code and these last words."""
-
-    def __init__(self, exit_code: int, last_words: str) -> None:
-        super().__init__(last_words)
-        self.exit_code, self.last_words = exit_code, last_words
 
 
 @frozen
@@ -83,13 +76,11 @@ class HostsJob:
 
 
 def run(hosts_job: HostsJob) -> None:
-    """Returns when the run has succeeded, and raises `HostsFailed` otherwise."""
+    """Returns when the run has succeeded, and raises `JobFailed` otherwise."""
     _raise_limit()
     with signals.deferred() as inbox:
         outcome = _HostsRun(hosts_job, inbox).run()
-    if outcome.code:
-        words = outcome.words or f"holdfast run: error: {outcome.error}\n"
-        raise HostsFailed(outcome.code, words)
+    outcome.raise_failure("holdfast run")
 
 
 def _raise_limit() -> None:
@@ -126,7 +117,7 @@ class _HostsRun:
         self._seen: queue.SimpleQueue[tuple[Host, ...]] = queue.SimpleQueue()
         self._is_over = threading.Event()
 
-    def run(self) -> agent_fleet.Outcome:
+    def run(self) -> Outcome:
         try:
             with closing(self._wakeup), self._questions.served(lambda: self._fleet.outcome):
                 self._seen.put(self._job.hosts)
@@ -254,7 +245,7 @@ class _HostsRun:
         if is_started and connection.is_cut:
             return agent_fleet.Lost(name, "it did not end in time, and its connection was cut")
         if is_started:
-            return agent_fleet.Lost(name, command.meaning_of_loss(status, escape.one_line(command.last_line(said))))
+            return agent_fleet.Lost(name, command.meaning_of_loss(status, escape.one_line(last_line(said))))
         about = (self._hosts[name].target, self._job.job.python, self._job.host_timeout_s)
         meaning = command.meaning_of_failure(status, said, *about, is_cut=connection.is_cut)
         return agent_fleet.Lost(name, meaning.reason, may_retry=meaning.may_pass)

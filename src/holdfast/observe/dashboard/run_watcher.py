@@ -24,11 +24,12 @@ from holdfast.errors import HoldfastError, HostError, UserError
 from holdfast.frozen import changed
 from holdfast.log import Logger
 from holdfast.observe import run_view
-from holdfast.observe.ask import OVER, AskedRun, LastWord, LocalRun, decoded, name_of
+from holdfast.observe.ask import OVER, AskedRun, LastWord, LocalRun, name_of
 from holdfast.observe.dashboard import picture
 from holdfast.observe.dashboard.picture import Picture, Series
 from holdfast.observe.log_tail import LogPiece
 from holdfast.observe.run_view import RunView, Told
+from holdfast.observe.stacks import NodeStacks
 from holdfast.process.output import log_files
 from holdfast.rendezvous.membership.model import Outcome
 from holdfast.telemetry.status import RunStatus
@@ -110,12 +111,12 @@ class Watch:
             return self._read_file(rank, stream, attempt, offset)
         request = {"command": "logs", "rank": rank, "stream": stream, "attempt": attempt, "offset": offset}
         node = self._node_of(rank)
-        return decoded(self._ask(lambda run: run.ask_node(node, request)), LogPiece, f"node {node}")
+        return self._ask(lambda run: run.ask_node(node, request, LogPiece))
 
     def take_stacks(self, rank: int) -> str:
         node = self._node_of(rank)
-        answer = self._ask(lambda run: run.ask_node(node, {"command": "stacks", "rank": rank}))
-        return str(answer.get("text") or "there are none")
+        request = {"command": "stacks", "rank": rank}
+        return self._ask(lambda run: run.ask_node(node, request, NodeStacks)).text or "there are none"
 
     def stop_run(self, reason: str) -> str:
         """How far that reaches: `run` or `host`."""
