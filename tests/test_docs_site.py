@@ -99,3 +99,9 @@ def test_links_out_of_the_documents_lead_to_the_project() -> None:
     assert site_hooks.address("../Makefile", Path("docs")) == f"{site_hooks.PROJECT}/blob/main/Makefile"
     assert site_hooks.address("../../src#x", Path("docs/decisions")) == f"{site_hooks.PROJECT}/tree/main/src#x"
     assert site_hooks.address("../fencing.md#silence", Path("docs/decisions")) == "../fencing.md#silence"
+
+
+def test_long_names_in_tables_may_break() -> None:
+    before, after = "SLURM_STEP_NUM_NODES", "SLURM_<wbr>STEP_<wbr>NUM_<wbr>NODES"
+    page = f'<td><a href="a_long_name_of_a_page.html"><code>{before}</code></a> short_name</td><p>{before}</p>'
+    assert site_hooks.on_post_page(page) == page.replace(before, after, 1)
