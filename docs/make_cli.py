@@ -105,7 +105,7 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
 
 def document() -> str:
     """docs/cli.md."""
-    parts = ["# holdfast run", f"```\n{USAGE}\n```", *parser.INTRODUCTION, *_READING_RULES]
+    parts = ["# Commands and options", f"```\n{USAGE}\n```", *parser.INTRODUCTION, *_READING_RULES]
     for group in GROUPS:
         header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
         parts.append("\n".join([header, *(_row(option) for option in OPTIONS if option.group == group)]))

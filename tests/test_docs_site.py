@@ -99,3 +99,18 @@ def test_links_out_of_the_documents_lead_to_the_project() -> None:
     assert site_hooks.address("../Makefile", Path("docs")) == f"{site_hooks.PROJECT}/blob/main/Makefile"
     assert site_hooks.address("../../src#x", Path("docs/decisions")) == f"{site_hooks.PROJECT}/tree/main/src#x"
     assert site_hooks.address("../fencing.md#silence", Path("docs/decisions")) == "../fencing.md#silence"
+
+
+def test_a_link_that_shows_a_file_name_shows_the_title_of_the_page() -> None:
+    assert site_hooks.title(ROOT / "docs" / "ssh.md") == "Many hosts by ssh"
+
+
+def test_long_names_in_tables_may_break() -> None:
+    before, after = "SLURM_STEP_NUM_NODES", "SLURM_<wbr>STEP_<wbr>NUM_<wbr>NODES"
+    page = f'<td><a href="a_long_name_of_a_page.html"><code>{before}</code></a> short_name</td><p>{before}</p>'
+    assert site_hooks.on_post_page(page) == page.replace(before, after, 1)
+
+
+def test_an_option_does_not_break_after_its_dashes() -> None:
+    page = "<p><code>--rdzv-id a--b</code> --rdzv-id</p>"
+    assert site_hooks.on_post_page(page) == page.replace("--rdzv", '<span class="option">--rdzv</span>', 1)
