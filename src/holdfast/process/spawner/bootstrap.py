@@ -137,12 +137,10 @@ class Evidence:
             if sys.modules["_signal"].getsignal(DUMP_SIGNAL) == 0:  # The program does not use it.
                 faulthandler.register(DUMP_SIGNAL, fd, all_threads=True)
 
-    def write(self, kind: bytes, payload: bytes) -> bool:
+    def write(self, kind: bytes, payload: bytes) -> None:
         """Write only if the descriptor is still the black box: programs close descriptors and reuse their numbers."""
-        is_open = bool(self.file) and self.file == file_behind(self.fd)
-        if is_open:
+        if self.file and self.file == file_behind(self.fd):
             write_record(self.fd, kind, payload)
-        return is_open
 
     def record(self, exc: BaseException) -> None:
         """Never raises, so that the program's own error remains."""
@@ -472,7 +470,8 @@ def run_function(load: "Callable[[], Call]", blackbox_fd: int, peers: "Peers | N
         except SystemExit as exc:
             if exc.code is not None and exc.code != 0:
                 raise
-        if not evidence.write(VALUE, pickled_value(value, function)) and value is not None:
+        evidence.write(VALUE, pickled_value(value, function))
+        if value is not None and evidence.file != file_behind(blackbox_fd):
             raise OSError(f"the return value is lost: descriptor {blackbox_fd}, which carries it, was closed")
     except BaseException as exc:
         BaseException.with_traceback(exc, users_part(exc.__traceback__))
