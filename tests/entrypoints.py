@@ -24,6 +24,12 @@ def give(value: Any) -> Any:
     return value
 
 
+def close_all_and_give(value: Any) -> Any:
+    """As programs do that become daemons."""
+    os.closerange(3, 256)
+    return value
+
+
 def large(size: int) -> bytes:
     return bytes(range(256)) * (size // 256)
 

@@ -266,6 +266,16 @@ def test_a_value_that_cannot_be_sent_is_the_workers_failure(starter: Starter) ->
     assert "not for sending" in str(failure.message)
 
 
+@promise("""workers.return-value-lost-failure: A function that closes the descriptor of its return value fails; its
+    value is never replaced by None.""")
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_value_whose_way_was_closed_is_the_workers_failure(starter: Starter, method: str) -> None:
+    logs = DefaultLogsSpecs(str(starter.tmp_path), redirects=Std.ALL)
+    failure = starter.failure(entrypoints.close_all_and_give, 7, start_method=method, logs=logs)
+    assert "the return value is lost: descriptor " in str(failure.message)
+    assert starter.value(entrypoints.close_all_and_give, None, start_method=method) is None
+
+
 @promise("""workers.names-unpicklable-function: holdfast names an unpicklable function or argument before anything
     starts. An unpicklable return value is the worker's failure.""")
 def test_an_argument_that_cannot_be_sent(starter: Starter) -> None:

@@ -458,6 +458,7 @@ def check(*tokens: str, nproc: int = 1) -> None:
         (["--no-python", "./none"], "program './none' does not exist"),
         (["--no-python", "./plain"], "program './plain' is a directory"),
         (["--no-python", "./x.py"], "program './x.py' is not executable"),
+        (["--no-python", "./odd"], "program './odd' needs the interpreter '/bin/sh\\r', which does not exist"),
         (["rank$local_rank.py"], "script 'rank1.py' does not exist"),
         (["-"], "script '-' is read from stdin, which 2 workers cannot share; give a file"),
         (["--run-path", "-"], "--run-path needs a file, not '-': a function cannot run a program from stdin"),
@@ -466,6 +467,8 @@ def check(*tokens: str, nproc: int = 1) -> None:
 def test_programs_that_are_not_there(tokens: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("plain").mkdir()
     Path("rank0.py").touch()
+    Path("odd").write_bytes(b"#! /bin/sh\r\n")  # As written on another system.
+    Path("odd").chmod(0o755)
     with pytest.raises(UserError) as refused:
         check(*tokens, nproc=2)
     assert str(refused.value) == line

@@ -155,6 +155,19 @@ def _check_command(name: str, whence: str = "") -> None:
         raise UserError(f"{whence}program {name!r} is a directory")
     elif not os.access(name, os.X_OK):
         raise UserError(f"{whence}program {name!r} is not executable")
+    elif (interpreter := _interpreter_of(name)) and not os.path.exists(interpreter):
+        # The system would say of the program itself that it does not exist.
+        raise UserError(f"{whence}program {name!r} needs the interpreter {interpreter!r}, which does not exist")
+
+
+def _interpreter_of(path: str) -> str:
+    """The path in the first line of a script, as the kernel reads it; empty for other files."""
+    first = b""
+    if os.path.isfile(path):  # To open a pipe would wait for its writer.
+        with suppress(OSError), open(path, "rb") as file:
+            first = file.read(256).partition(b"\n")[0]
+    words = first[2:].replace(b"\t", b" ").strip(b" ").split(b" ")
+    return os.fsdecode(words[0]) if first.startswith(b"#!") else ""
 
 
 def make_directory_of(events_file: str, log_dir: str | None) -> None:

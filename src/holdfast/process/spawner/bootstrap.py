@@ -471,6 +471,8 @@ def run_function(load: "Callable[[], Call]", blackbox_fd: int, peers: "Peers | N
             if exc.code is not None and exc.code != 0:
                 raise
         evidence.write(VALUE, pickled_value(value, function))
+        if value is not None and evidence.file != file_behind(blackbox_fd):
+            raise OSError(f"the return value is lost: descriptor {blackbox_fd}, which carries it, was closed")
     except BaseException as exc:
         BaseException.with_traceback(exc, users_part(exc.__traceback__))
         evidence.record(exc)
