@@ -35,6 +35,8 @@ def first_start(*args, **kwargs):
     loaded.append(set(sys.modules) - bare)
     return start(*args, **kwargs)
 client.SpawnerLink.start = first_start
+from holdfast.agent import control
+control.ControlSocket._serve_one = lambda self, client: False  # Any command that looks for agents asks this one, too.
 from holdfast.__main__ import main
 sys.argv = ["holdfast", "run", "--standalone", "job.py"]
 assert main() == 0

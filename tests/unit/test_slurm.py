@@ -182,6 +182,16 @@ def test_an_agent_that_is_killed_is_started_again(
     assert done.stderr.splitlines() == lines[: done.stderr.count("\n")]
 
 
+@proves("engines.slurm-agent-comes-back")
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_a_signal_that_comes_when_the_agent_was_just_started_is_passed_on(tmp_path: Path, name: str) -> None:
+    shell = _KEEP_AGENT.replace('"$@") &\n', '"$@") &\n    while [ ! -e signalled ]; do sleep 0.01; done\n')
+    agent = f"trap 'exit 7' {name}; kill -{name} $1; touch signalled; while :; do sleep 0.1; done"
+    words = ["bash", "-c", 'exec "${@//PID_OF_SHELL/$$}"', "x", "bash", "-c", shell, "agent", "bash", "-c", agent, "x"]
+    environ = {**os.environ, "HOLDFAST_SUCCESS_FILE": f"{tmp_path}/succeeded"}
+    assert subprocess.run([*words, "PID_OF_SHELL"], cwd=tmp_path, env=environ, timeout=60).returncode == 7
+
+
 @pytest.mark.parametrize(("options", "has_prefixes"), [((), True), (("--prefix=never",), False)])
 def test_lines_begin_with_node_and_rank_unless_the_user_objects(options: tuple[str, ...], has_prefixes: bool) -> None:
     rendered = Slurm().render(changed(job("x.py"), options=options), SETTINGS)

@@ -63,15 +63,14 @@ _MOST_LOSSES = 1  # Of a node that may be used again.
 # With the task Slurm ends the coordinator on that node, which may have to tell other nodes that the run goes away.
 _KEEP_AGENT = f"""\
 set +eu
-private=${{{SUCCESS_FILE_VARIABLE}%/*}} stopped= agent=
-for name in HUP INT QUIT TERM; do trap "stopped=$name; kill -$name \\$agent 2> /dev/null" $name; done
-for name in USR1 USR2; do trap "kill -$name \\$agent 2> /dev/null" $name; done
+private=${{{SUCCESS_FILE_VARIABLE}%/*}} stopped=
+for name in HUP INT QUIT TERM; do trap "stopped=$name; kill -$name \\$! 2> /dev/null" $name; done
+for name in USR1 USR2; do trap "kill -$name \\$! 2> /dev/null" $name; done
 is_over() {{ [ -n "$stopped" ] || ! listed=$(ls "$private" 2> /dev/null) || [[ $listed = *ended* ]]; }}
 for delay in 5 10 20 ""; do
     (trap - INT QUIT; exec "$@") &
-    agent=$!
-    [ -z "$stopped" ] || kill -$stopped $agent
-    {{ wait $agent; code=$?; while kill -0 $agent; do wait $agent; code=$?; done; }} 2> /dev/null
+    [ -z "$stopped" ] || kill -$stopped $!
+    {{ wait $!; code=$?; while kill -0 $!; do wait $!; code=$?; done; }} 2> /dev/null
     [ $code = {128 + signal.SIGKILL} ] || {{ [ ! -d "$private" ] || : > "$private/ended"; break; }}
     [ -n "$delay" ] && ! is_over || break
     echo "holdfast: the agent on $SLURMD_NODENAME was killed; it is started again in $delay s" >&2
