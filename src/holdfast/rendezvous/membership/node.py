@@ -151,10 +151,7 @@ class Participant:
         self._has_lost_place = False
         self._failure: Failed | None = None
         self._stop: Stop | None = None
-        self._advance: Advance | None = None
-        self._held: tuple[model.Held, ...] = ()  # When the agent asked for a place last.
-        self._unready: str | None = None  # So, too.
-        self._peers: tuple[Folded, ...] = ()
+        self._request = JoinRequested(0)  # The agent's last.
         self._reported: SnapshotReport | None = None  # Of `place`: the last, and when one was sent.
         self._reported_at = 0.0
         self._has_left = False  # While LEAVING: the workers are gone.
@@ -174,11 +171,12 @@ class Participant:
             # First of all: workers that the spawner has killed by now have neither failed nor succeeded.
             return [*self._step_lease(protocol.TimePassed(), now), *self.step(event, now)]
         match event:
-            case JoinRequested(port, failure, advance, free_port, held, snapshot_port, unready, peers):
-                self._advance, self._held, self._unready, self._peers = advance, held, unready, peers
+            case JoinRequested(port, failure):
+                self._request = event
                 if failure is not None and self._failure is not None:
                     self._failure = Failed(self._failure.round, failure)
-                self.facts = changed(self.facts, port=port, free_port=free_port, snapshot_port=snapshot_port)
+                others = {"free_port": event.free_port, "snapshot_port": event.snapshot_port}
+                self.facts = changed(self.facts, port=port, **others)
                 return self._join(now)
             case ReadinessChanged(unready):
                 return self._change_readiness(unready)
@@ -232,24 +230,16 @@ class Participant:
 
     def _join_message(self) -> Join:
         """With what was said of the last round: it may have met a closed connection, or a coordinator that is gone."""
-        place, failure = self._last_place, self._failure.failure if self._failure else None
-        said = (
-            self._has_lost_place,
-            failure,
-            self._stop,
-            self._advance,
-            self._heard_restarts,
-            self._held,
-            self._unready,
-            self._peers,
-        )
-        return Join(self.facts, self.settings, place, self._heard_round, *said)
+        asked, failure = self._request, self._failure.failure if self._failure else None
+        last = (self._last_place, self._heard_round, self._has_lost_place, failure, self._stop, asked.advance)
+        now = (self._heard_restarts, asked.held, asked.unready, asked.peers)
+        return Join(self.facts, self.settings, *last, *now)
 
     def _change_readiness(self, unready: str | None) -> list[Command]:
         """Never a join: the agent, whose loop has not taken its place in yet, would start workers without a lease."""
         if self.standing is not Standing.WAITING:
             return []
-        self._unready = unready
+        self._request = changed(self._request, unready=unready)
         return self._say(self._join_message())
 
     def _report(self, report: SnapshotReport, now: float) -> list[Command]:

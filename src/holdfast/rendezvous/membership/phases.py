@@ -318,7 +318,7 @@ class Membership:
     def _failed(self, key: str, round: int, failure: Failure) -> list[Command]:
         """Workers that fail after the round was stopped for another reason fail because of the stop."""
         is_current = self._is_current(key, round)
-        if not is_current or (self.phase is Phase.STOPPING and not self._present.is_stopped_for_failure):
+        if not is_current or (self.phase is Phase.STOPPING and not self._present.stopped.is_failure):
             return self._present.excuse(key) if is_current else []
         self._present.report(key, failure)
         return self._stop(failure.text, is_failure=True, is_hang=failure.exception == HANG)
@@ -439,7 +439,7 @@ class Membership:
         round.stop(reason, is_failure, is_hang, within_s, self._now)
         self.history = self.history.stop(*round.end(), self._now)
         keys = tuple(node.key for node in members if departed is None or node.key != departed.key)
-        return [Tell(keys, round.stop_message())]
+        return [Tell(keys, round.stopped)]
 
     def _maybe_admit(self, now: float) -> list[Command]:
         """Let waiting nodes in below max: newcomers, and those that were silent when the round was sealed."""

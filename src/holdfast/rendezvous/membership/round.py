@@ -57,9 +57,8 @@ class Round:
         self.idle_s: float | None = None  # How long before the stop the last progress was, as far as nodes say.
         # Of an adopted world, while members are unknown: until then they may come back.
         self.returns_until = returns_until
-        # While the round is being stopped: why, since when, and when the members must be back from it.
-        self.is_stopped_for_failure = self.is_stopped_for_hang = False
-        self.stop_reason = ""
+        # While the round is being stopped: as members were told, since when, and when they must be back from it.
+        self.stopped = Stop(world.round, "")
         self.stopped_at = 0.0
         self.stop_by: float | None = None
         self.admit_at: float | None = None  # While it runs and newcomers wait: it is stopped for them then.
@@ -111,7 +110,7 @@ class Round:
         if key in self.excused:
             return []
         self.excused.add(key)
-        why = [*self.departed.values()] or [self.stop_reason]
+        why = [*self.departed.values()] or [self.stopped.reason]
         return [Tell((key,), Notice(restart_policy.excuse(why, self.world.round)))]
 
     def failures_besides(self, cause: Failure | None) -> tuple[Failure, ...]:
@@ -134,21 +133,14 @@ class Round:
         return changed(cause, evidence=changed(cause.evidence, peers=places))
 
     def stop(self, reason: str, is_failure: bool, is_hang: bool, within_s: float, now: float) -> None:
-        self.stop_reason, self.is_stopped_for_failure, self.is_stopped_for_hang = reason, is_failure, is_hang
+        """If a failure blames a peer, the nodes look where their workers are before they stop them."""
+        blames_peer = any(failure.blames_peer for failure in self.failures.values())
+        self.stopped = Stop(self.world.round, reason, is_failure, is_hang, self.has_lost_node, blames_peer)
         self.stopped_at, self.stop_by, self.admit_at = now, now + within_s, None
-
-    def stop_message(self) -> Stop:
-        why = (self.stop_reason, self.is_stopped_for_failure, self.is_stopped_for_hang, self.has_lost_node)
-        return Stop(self.world.round, *why, self.blames_peer)
 
     def stopped_meanwhile(self) -> Stop:
         """For a member that may have missed it."""
-        return Stop(self.world.round, self.stop_reason, self.is_stopped_for_failure, is_loss=self.has_lost_node)
-
-    @property
-    def blames_peer(self) -> bool:
-        """Whether the nodes should look where their workers are before they stop them."""
-        return any(failure.blames_peer for failure in self.failures.values())
+        return changed(self.stopped, is_hang=False, blames_peer=False, is_loss=self.has_lost_node)
 
     def note(self, join: Join) -> None:
         """The round made progress as long as one of its nodes did."""
@@ -163,9 +155,9 @@ class Round:
         if self.failures:
             cause = root_cause([*self.failures.values()])
             return history.HUNG if cause.exception == HANG else history.FAILED, cause.text
-        if self.is_stopped_for_failure:  # By a coordinator before this one.
-            return history.HUNG if self.is_stopped_for_hang else history.FAILED, self.stop_reason
-        return history.MEMBERSHIP_CHANGED, self.stop_reason
+        if self.stopped.is_failure:  # By a coordinator before this one.
+            return history.HUNG if self.stopped.is_hang else history.FAILED, self.stopped.reason
+        return history.MEMBERSHIP_CHANGED, self.stopped.reason
 
     @property
     def gone(self) -> str:
