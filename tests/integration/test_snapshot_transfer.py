@@ -222,6 +222,25 @@ def test_peers_wait_until_strangers_are_gone(monkeypatch: pytest.MonkeyPatch) ->
             each.close()
 
 
+def test_a_connection_that_fails_at_once_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "MOST_CONNECTIONS", 1)
+    failures = [OSError(errno.EINVAL, os.strerror(errno.EINVAL))] * 3
+
+    def fail_first(sock: socket.socket) -> peer.Peer:
+        if failures:
+            raise failures.pop()
+        return peer.Peer(sock)
+
+    with nodes({}, {}) as (one, other):
+        one.hold(PART, DATA)
+        monkeypatch.setattr(transfer, "Peer", fail_first)
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", one.port), 10) as stranger:
+                assert stranger.recv(1) == b""
+        other.order("fetch", 1, SNAPSHOT, 1, "127.0.0.1", one.port)
+        other.await_said("done", 1)
+
+
 def test_a_peer_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "FRAME_LIMIT_S", 0.3)
     with nodes({}) as (node,):

@@ -36,7 +36,7 @@ class Peer:
         self._has_proven = False
         self._certificate, self._more = b"", socket.MSG_MORE
 
-    def speak_tls(self, files: TlsFiles, limit_s: float, *, is_server: bool) -> None:
+    def _speak_tls(self, files: TlsFiles, limit_s: float, *, is_server: bool) -> None:
         import ssl
 
         from holdfast.tls import ReloadingTls
@@ -56,15 +56,20 @@ class Peer:
     def close(self) -> None:
         self._sock.close()
 
-    def be_client(self, key: bytes) -> None:
+    def be_client(self, key: bytes, tls: TlsFiles | None) -> None:
+        if tls is not None:
+            self._speak_tls(tls, CONNECT_LIMIT_S, is_server=False)
         nonce = os.urandom(frames.NONCE_BYTES)
         self._sock.settimeout(CONNECT_LIMIT_S)
         self._sock.sendall(frames.MAGIC + nonce)
         theirs = bytes(self._read(frames.NONCE_BYTES, time.monotonic() + _PATIENCE_S))
         self._out, self._in = frames.seals_of(key, nonce, theirs, self._certificate)
 
-    def be_server(self, key: bytes) -> None:
-        limit = self._limit()
+    def be_server(self, key: bytes, tls: TlsFiles | None, limit_s: float) -> None:
+        """The limit is for all until `until` is None again."""
+        self.until = limit = time.monotonic() + limit_s
+        if tls is not None:
+            self._speak_tls(tls, limit_s, is_server=True)
         if self._read(len(frames.MAGIC), limit) != frames.MAGIC:
             raise FrameError("is no transfer process")
         theirs, nonce = bytes(self._read(frames.NONCE_BYTES, limit)), os.urandom(frames.NONCE_BYTES)

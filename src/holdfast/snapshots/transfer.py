@@ -268,13 +268,9 @@ class Transfer:
     @contextmanager
     def _connected(self, address: tuple[str, int]) -> Iterator[Peer]:
         try:
-            with socket.create_connection(address, CONNECT_LIMIT_S) as sock:
-                peer = Peer(sock)
-                if self._tls is not None:
-                    peer.speak_tls(self._tls, CONNECT_LIMIT_S, is_server=False)
-                with closing(peer):
-                    peer.be_client(self._key)
-                    yield peer
+            with socket.create_connection(address, CONNECT_LIMIT_S) as sock, closing(Peer(sock)) as peer:
+                peer.be_client(self._key, self._tls)
+                yield peer
         except (OSError, FrameError) as error:
             raise FrameError(f"the node at {address[0]}:{address[1]} {_words_of_peer(error)}") from None
 
@@ -283,10 +279,7 @@ class Transfer:
         part = None
         try:
             with sock, closing(Peer(sock)) as peer:
-                peer.until = time.monotonic() + STRANGER_LIMIT_S
-                if self._tls is not None:
-                    peer.speak_tls(self._tls, STRANGER_LIMIT_S, is_server=True)
-                peer.be_server(self._key)
+                peer.be_server(self._key, self._tls, STRANGER_LIMIT_S)
                 body = bytes(peer.receive(_REQUEST_BYTES))
                 peer.until, part = None, frames.part_in(body)
                 serve = self._serve_get if body[:1] == frames.GET else self._serve_put
