@@ -62,12 +62,7 @@ def _read() -> Notice | None:
         if _known is None or _known[0] != version:
             with open(_path or "", encoding="utf-8") as file:
                 said = json.load(file)
-            names = tuple(map(str, said["nodes"]))
-            is_own, is_whole = bool(said["is_this_node"]), bool(said["is_whole_run"])
-            _known = (
-                version,
-                Notice(float(said["at"]), is_own, is_whole, names, int(said["node_count"]), str(said["reason"])),
-            )
+            _known = version, Notice(**{**said, "nodes": tuple(said["nodes"])})
         return _known[1]
     except (OSError, ValueError, KeyError, TypeError):
         return None
