@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.hosts import host_agent
-from holdfast.hosts.host_agent import AgentOrder, HostAgent
+from holdfast.hosts.host_agent import HostAgent
+from holdfast.hosts.job import AgentOrder
 from tests import support
 from tests.promises import promise, proves
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.hosts.job import AgentOrder
 from holdfast.hosts.ssh import messages
 from holdfast.hosts.ssh.messages import End, FrameReader, Hello, Lines, Order, Place
 from tests.promises import proves
@@ -59,7 +60,8 @@ def test_a_loopback_address_between_hosts(first: Hello, second: Hello, problem: 
 
 
 def test_an_order_arrives_as_it_was_sent() -> None:
-    order = Order(("run", "a b", "ü\udcff"), "/tmp/x\n", {"A": "1\n2"}, 30.0, Place("h:1", "job7", {"tls_ca": "x"}), 7)
+    agent = AgentOrder(("run", "a b", "ü\udcff"), "/tmp/x\n", {"A": "1\n2"}, 30.0)
+    order = Order(agent, Place("h:1", "job7", {"tls_ca": "x"}), 7)
     line = messages.order_line(order)
     assert line.count(b"\n") == 1
     assert messages.read_order(line) == order

@@ -24,12 +24,12 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import IO, Any
 
 import holdfast
 from holdfast import die_with_parent
-from holdfast.frozen import frozen
+from holdfast.hosts.job import AgentOrder
 from holdfast.process.output.lines import HeldLine
 from holdfast.process.spawner.client import REPORT_FILE_VARIABLE
 
@@ -41,18 +41,6 @@ _WORDS_BYTES = 1 << 20
 _MARGIN_S = 15.0  # On top of the grace of the workers. An agent's own kill ladder takes less.
 
 Batch = list[tuple[str, bytes]]  # "stdout" or "stderr", and whole lines.
-
-
-@frozen
-class AgentOrder:
-    """`arguments` are those of `holdfast`; the interpreter is that of this process, and so is an empty directory. The
-    agent gets neither the variables of `without` nor any `PET_` variable: all options are in `arguments`."""
-
-    arguments: tuple[str, ...]
-    directory: str
-    environment: Mapping[str, str]
-    grace_s: float
-    without: tuple[str, ...] = ()
 
 
 class Lease:

@@ -8,6 +8,7 @@ stray modules of the working directory.
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 
 from holdfast.errors import HoldfastError
 from holdfast.frozen import frozen
@@ -49,9 +50,14 @@ class JobSpec:
         return f"{self.min_nodes}" if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
     @property
+    def given(self) -> dict[str, str]:
+        """The values of `options`, by flag; that of a flag without one is empty."""
+        return {flag: text for flag, _, text in (word.partition("=") for word in self.options)}
+
+    @property
     def has_prefixes(self) -> bool:
         """Whether the lines of workers begin with host and rank, as they do unless the user objects."""
-        return "--prefix=never" not in self.options
+        return self.given.get("--prefix") != "never"
 
     @property
     def prefix_options(self) -> list[str]:
@@ -70,6 +76,19 @@ class JobSpec:
         nproc = [f"--nproc-per-node={self.nproc_per_node}"] if self.nproc_per_node else []
         own = [f"--nnodes={self.nnodes}", f"--rdzv-id={self.run_id}", *nproc, *self.options, *engine_options]
         return ["run", *own, "--", *self.program]
+
+
+@frozen
+class AgentOrder:
+    """`arguments` are those of `holdfast`; the interpreter is that of the process that starts the agent, and so is an
+    empty directory. The agent gets neither the variables of `without` nor any `PET_` variable: all options are in
+    `arguments`."""
+
+    arguments: tuple[str, ...]
+    directory: str
+    environment: Mapping[str, str]
+    grace_s: float
+    without: tuple[str, ...] = ()
 
 
 @frozen

@@ -105,10 +105,6 @@ def secret_options(job: JobSpec) -> list[str]:
 
 def secret_settings(job: JobSpec) -> dict[str, str]:
     """The same as settings of the rendezvous."""
-    config = settings.parse_rendezvous_config(rdzv_conf(job))
-    given = {name[2:].replace("-", "_"): value for name, _, value in (each.partition("=") for each in job.options)}
+    config = settings.parse_rendezvous_config(job.given.get("--rdzv-conf", ""))
+    given = {flag[2:].replace("-", "_"): text for flag, text in job.given.items()}
     return {name: str(value) for name, value in {**config, **given}.items() if name in _SECRETS}
-
-
-def rdzv_conf(job: JobSpec) -> str:
-    return next((text.partition("=")[2] for text in reversed(job.options) if text.startswith("--rdzv-conf=")), "")

@@ -236,7 +236,7 @@ def _check(job: JobSpec, settings: KubernetesOptions, name: str) -> None:
         )
     if job.health_port == 0:
         raise UserError("--health-port 0: the probes of a pod need a port that is known before it starts")
-    given = {option.partition("=")[0] for option in job.options}
+    given = job.given
     for one, other in (("--rdzv-backend", "--rdzv-endpoint"), ("--rdzv-endpoint", "--rdzv-backend")):
         if one in given and other not in given:
             raise UserError(f"{one} needs {other}; without both, the nodes meet at the pod of number 0")
@@ -453,7 +453,7 @@ def _container(name: str, job: JobSpec, settings: KubernetesOptions) -> Tree:
 
 def _command(name: str, job: JobSpec, settings: KubernetesOptions, health_port: int) -> list[str]:
     ours = ["--node-rank=$(JOB_COMPLETION_INDEX)", "--local-addr=$(POD_IP)"]
-    given = {option.partition("=")[0] for option in job.options}
+    given = job.given
     if "--rdzv-endpoint" not in given:
         first = _pod_name(name, 0, settings)
         ours += ["--rdzv-backend=tcp", f"--rdzv-endpoint={first}.{name}:{settings.port}"]

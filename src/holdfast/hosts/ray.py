@@ -71,9 +71,9 @@ from holdfast.hosts.agent_fleet import (
 )
 from holdfast.hosts.console import EngineConsole
 from holdfast.hosts.engines import OWN, Engine
-from holdfast.hosts.host_agent import AgentOrder, Batch, HostAgent
-from holdfast.hosts.job import JobSpec, Outcome
-from holdfast.hosts.job_coordinator import JobCoordinator, rdzv_conf
+from holdfast.hosts.host_agent import Batch, HostAgent
+from holdfast.hosts.job import AgentOrder, JobSpec, Outcome
+from holdfast.hosts.job_coordinator import JobCoordinator
 from holdfast.log import Logger
 from holdfast.option import Options, optional, texts, value
 from holdfast.rendezvous.membership import keys
@@ -404,7 +404,7 @@ class _Run:
             "--rdzv-backend=tcp",
             f"--rdzv-endpoint={self._coordinator.endpoint}",
             f"--local-addr={self._addresses[host.host_id]}",
-            f"--rdzv-conf={','.join(filter(None, (rdzv_conf(job), 'is_host=false')))}",
+            f"--rdzv-conf={','.join(filter(None, (job.given.get('--rdzv-conf'), 'is_host=false')))}",
             *job.prefix_options,
         )
         # Ray derives the number of threads from the CPUs of the actor; the agent has its own rule for its workers.

@@ -145,8 +145,7 @@ class Slurm(Engine[SlurmOptions]):
 
 
 def _check(job: JobSpec) -> None:
-    given = {option.partition("=")[0] for option in job.options}
-    if "--rdzv-endpoint" in given and "--rdzv-backend" not in given:
+    if "--rdzv-endpoint" in job.given and "--rdzv-backend" not in job.given:
         raise UserError("--rdzv-endpoint: on Slurm it needs --rdzv-backend tcp or etcd; leave both out as a rule")
 
 
@@ -202,7 +201,7 @@ def _quoted(word: str) -> str:
 
 
 def _body(job: JobSpec, settings: SlurmOptions) -> Iterator[str]:
-    given = {option.partition("=")[0] for option in job.options}
+    given = job.given
     holdfast = " ".join(map(_quoted, job.holdfast))
     yield ""
     yield from (f"export {name}={_quoted(value)}" for name, value in job.environment)

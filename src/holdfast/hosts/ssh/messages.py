@@ -18,10 +18,11 @@ from collections.abc import Mapping
 import msgspec
 
 from holdfast.frozen import frozen
+from holdfast.hosts.job import AgentOrder
 from holdfast.hosts.own_lines import names_text
 from holdfast.rendezvous.membership.model import is_loopback
 
-PROTOCOL = 3
+PROTOCOL = 4
 MARK_START = "\x1e"
 _HELLO_BYTES = 1 << 14
 FRAME_BYTES = 1 << 22
@@ -49,13 +50,10 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the host is to run: see `host_agent.AgentOrder`. `place` is there if the nodes meet at the port that this
-    host holds. `archive_bytes` follow the order; None: nothing is copied."""
+    """What the host is to run. `place` is there if the nodes meet at the port that this host holds. `archive_bytes`
+    follow the order; None: nothing is copied."""
 
-    arguments: tuple[str, ...]
-    directory: str
-    environment: dict[str, str]
-    grace_s: float
+    agent: AgentOrder
     place: Place | None = None
     archive_bytes: int | None = None
 

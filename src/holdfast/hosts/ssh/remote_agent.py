@@ -20,7 +20,8 @@ import holdfast
 from holdfast import procfs, stdio
 from holdfast.agent import control
 from holdfast.errors import HoldfastError, HostError, UserError
-from holdfast.hosts.host_agent import AgentOrder, HostAgent
+from holdfast.frozen import changed
+from holdfast.hosts.host_agent import HostAgent
 from holdfast.hosts.ssh import copying, messages
 from holdfast.rendezvous import endpoints
 from holdfast.rendezvous.client import visitor
@@ -86,8 +87,8 @@ class _Remote:
         return 0
 
     def _run_agent(self, copy: copying.Copy | None) -> messages.End:
-        order, directory = self._order, self._order.directory
-        archive = None if copy is None else copying.receive(self._read_archive, order.archive_bytes or 0)
+        order, directory = self._order.agent, self._order.agent.directory
+        archive = None if copy is None else copying.receive(self._read_archive, self._order.archive_bytes or 0)
         threading.Thread(target=self._listen, name="holdfast-control", daemon=True).start()
         if copy is not None and archive is not None:
             with archive:
@@ -99,7 +100,7 @@ class _Remote:
             remedy = "start the command in a directory that all hosts have, or use --copy directory"
             raise UserError(f"cannot use the working directory {directory!r}: {error.strerror}; {remedy}") from None
         environment = {**order.environment, JOB_PID_VARIABLE: str(os.getpid())}
-        self._agent.start(AgentOrder(order.arguments, directory, environment, order.grace_s))
+        self._agent.start(changed(order, directory=directory, environment=environment))
         fetched, is_last = 0, False
         while not is_last:
             _, batch, is_last = self._agent.read(fetched)
@@ -133,7 +134,7 @@ class _Remote:
     def _ask(self, number: int, question: bytes) -> None:
         """A thread for each: the agent may have to ask others. It is the one that this process has started: the command
         that asks may run on this host, too, and would ask itself."""
-        run_id = next(word.partition("=")[2] for word in self._order.arguments if word.startswith("--rdzv-id="))
+        run_id = next(word.partition("=")[2] for word in self._order.agent.arguments if word.startswith("--rdzv-id="))
         answer = control.error_answer("its agent does not answer")
         own = procfs.descendants_of(os.getpid())
         for path, (name, pid) in control.paths().items():
@@ -149,7 +150,7 @@ class _Remote:
     def _close_run(self, place: messages.Place) -> None:
         """The user has ended the command, and with it the run. A node that leaves does not close its run: without this,
         the coordinator would wait for nodes for a while."""
-        os.environ["HOLDFAST_TOKEN"] = self._order.environment["HOLDFAST_TOKEN"]
+        os.environ["HOLDFAST_TOKEN"] = self._order.agent.environment["HOLDFAST_TOKEN"]
         with (
             contextlib.suppress(HoldfastError),
             visitor.Visitor(visitor.find("tcp", place.endpoint, place.run_id, place.settings)) as coordinator,

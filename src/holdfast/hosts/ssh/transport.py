@@ -23,7 +23,7 @@ from holdfast.frozen import changed, frozen
 from holdfast.hosts import agent_fleet, job_coordinator, own_lines
 from holdfast.hosts.agent_fleet import AgentFleet, FleetSettings, Phase
 from holdfast.hosts.console import EngineConsole
-from holdfast.hosts.job import JobSpec, Outcome
+from holdfast.hosts.job import AgentOrder, JobSpec, Outcome
 from holdfast.hosts.ssh import command, messages, questions
 from holdfast.hosts.ssh.connection import Connection
 from holdfast.hosts.ssh.copying import Archive
@@ -310,10 +310,12 @@ class _HostsRun:
         place = messages.Place(self._endpoint, job.run_id, job_coordinator.secret_settings(job))
         host = self._hosts[name]
         arguments = tuple(self._job.arguments(self._numbers[name], host, self._endpoint, self._max_nodes))
+        environment = {**own, **dict(job.environment), **dict(host.env)}
         order = messages.Order(
-            arguments, job.directory, {**own, **dict(job.environment), **dict(host.env)}, job.grace_s,
-            place if name == self._meets_at else None, None if archive is None else archive.size,
-        )  # fmt: skip
+            AgentOrder(arguments, job.directory, environment, job.grace_s),
+            place if name == self._meets_at else None,
+            None if archive is None else archive.size,
+        )
         connection.begin()
         connection.send(messages.order_line(order))
         if archive is not None:
