@@ -12,7 +12,7 @@ from tests.promises import promise, proves
 # Loaded by the agent of `holdfast run --standalone script.py` before its workers are started.
 AGENT = """
     __future__ atexit collections contextlib copyreg datetime enum errno faulthandler fcntl functools importlib
-    itertools keyword math mmap operator re reprlib resource select signal string struct termios threading types typing
+    itertools keyword math mmap operator re reprlib resource select signal struct termios threading types typing
     warnings weakref
 """
 # Loaded after that, until the run has ended.

@@ -179,7 +179,7 @@ def _bootstrap_for(interpreter: str) -> str:
 @functools.cache
 def bytecode() -> bytes:
     """The content of the file that `BYTECODE` stands for. The import system compiles it if it has no copy."""
-    from importlib.util import MAGIC_NUMBER
+    from importlib._bootstrap_external import MAGIC_NUMBER  # As in `importlib.util`, without what that imports.
 
     assert bootstrap.__loader__ is not None
     code = bootstrap.__loader__.get_code(bootstrap.__name__)  # type: ignore[attr-defined]  # all loaders of files have it
