@@ -485,12 +485,11 @@ def run_function(load: "Callable[[], Call]", blackbox_fd: int, peers: "Peers | N
 def pickled_value(value: object, function: object) -> bytes:
     try:
         try:
-            pickled = library("pickle").dumps(value, 5)
+            return bytes(library("pickle").dumps(value, 5))
         except Exception:
             import cloudpickle  # It supports more types, and may be missing here.
 
-            pickled = cloudpickle.dumps(value, 5)
-        return bytes(pickled)
+            return bytes(cloudpickle.dumps(value, 5))
     except Exception as exc:
         name = getattr(function, "__qualname__", None) or repr(function)
         raise TypeError(f"return value of {name} cannot be pickled: {text_of(exc)}") from None
