@@ -473,6 +473,7 @@ def test_the_training_that_is_killed_ends_with_the_weights_of_one_that_is_not(tm
     assert line in EXAMPLE_LINES
     killed, whole = (execute(each, tmp_path) for each in (line, line.removesuffix("3") + "0"))
     assert killed.stdout.count("goes on with step") == 3, killed.stderr
+    assert killed.stderr.splitlines()[-1] == "holdfast: all 2 workers finished after 3 restarts; 0 steps computed again"
     assert whole.stdout.startswith("step 99: the weights add up to"), whole.stderr
     assert killed.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
 

@@ -396,15 +396,17 @@ class AgentLoop:
 
     def _final_result(self, end: End) -> RunResult:
         group, settled, outcome = self._group, self._result, self._outcome
+        snapshots = self._workers.snapshots
+        steps_lost = snapshots.steps_lost if snapshots is not None else None
         if end is End.SUCCEEDED:
-            if self._workers.snapshots is not None:
-                self._workers.snapshots.is_over = True
+            if snapshots is not None:
+                snapshots.is_over = True
             # A node that stood by at the end has not finished, whatever became of the workers that it had before.
             if group.state is not WorkerState.SUCCEEDED:
                 logger.info("the run has succeeded; this node was not needed")
                 return RunResult(WorkerState.SUCCEEDED)
             assert self._place is not None
-            logger.info("%s", sinks.finish_line(group, self._place.restarts_used))
+            logger.info("%s", sinks.finish_line(group, self._place.restarts_used, steps_lost))
             return settled
         if end is End.CLOSED and (outcome is None or outcome.is_notice):
             raise RunWentAway(outcome.reason if outcome is not None else "the other nodes did not answer in time")
@@ -420,7 +422,6 @@ class AgentLoop:
         result = RunResult(WorkerState.FAILED, failures=dict(settled.failures), stopped=settled.stopped)
         known = (outcome, group, group.spec.policy, self._machine.round, self._place)
         if end is End.FAILED and (told := causes.report_of(result, *known)) is not None:
-            steps_lost = self._workers.snapshots.steps_lost if self._workers.snapshots is not None else None
             checks = self._checks.failed() if self._checks is not None else ()
             result.report = changed(told, steps_lost=steps_lost, checks=checks)
         if outcome is not None:

@@ -300,12 +300,14 @@ def start_line(group: WorkerGroup, logs_dir: str = "") -> str:
     return f"started {who} of {entry_name(group.spec)} ({pids}){place}{f', logs in {logs_dir}' if logs_dir else ''}"
 
 
-def finish_line(group: WorkerGroup, restarts: int) -> str:
-    """A node has finished only if all nodes have, so the line is about the workers of the run."""
+def finish_line(group: WorkerGroup, restarts: int, steps_lost: int | None = None) -> str:
+    """A node has finished only if all nodes have, so the line is about the workers of the run. `steps_lost` is known if
+    workers have loaded a snapshot."""
     count = group.workers[0].world_size if (group.group_world_size or 1) > 1 else len(group.workers)
     who = f"all {count} workers" if count > 1 else "the worker"
     after = f" after {plural(restarts, 'restart')}" if restarts else ""
-    return f"{who} finished{after}"
+    steps = "" if steps_lost is None else f"; {plural(steps_lost, 'step')} computed again"
+    return f"{who} finished{after}{steps}"
 
 
 def stop_words(phase: AgentPhase, number: signal.Signals, grace_s: float) -> str:
