@@ -268,7 +268,7 @@ def dump_all(pids: Collection[int], dump: Callable[[int], T], timeout_s: float) 
                 try:
                     done.append((pid, dump(pid)))
                 except Exception as error:
-                    done.append((pid, error))
+                    done.append((pid, error.with_traceback(None)))  # Which would refer to `wakeup`, and keep it open.
                 wakeup.wake()
 
     missing, until_s, is_over = set(pids), time.monotonic() + timeout_s, False

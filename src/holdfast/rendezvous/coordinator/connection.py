@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.log import Logger
 from holdfast.rendezvous.coordinator.log import shown
+from holdfast.rendezvous.coordinator.strangers import descriptor_limit
 from holdfast.rendezvous.endpoints import endpoint_text
 from holdfast.rendezvous.membership import frames, keys, protocol
 
@@ -88,7 +89,7 @@ class Connection(asyncio.Protocol):
         self._server.connections[self.number] = self
         self._server.strangers.add(self, self.heard_at + _HANDSHAKE_TIMEOUT_S)
         descriptor: int = transport.get_extra_info("socket").fileno()
-        if descriptor >= self._server.strangers.highest_descriptor:
+        if descriptor >= descriptor_limit() - self._limits.spare_descriptors:
             if self._server.tls is None:
                 self.send(protocol.Denied(_TOO_MANY, is_passing=True))
             self.refuse(f"is turned away: {_TOO_MANY}")

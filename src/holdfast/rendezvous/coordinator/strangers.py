@@ -1,7 +1,7 @@
 """Connections that have not joined: how many there may be, for how long, and what they may hold.
 
 There is a limit to the number of strangers; beyond it the oldest one of the address that has most of them is cut off.
-They never have more than a quarter of the descriptors that the process had when the coordinator was made.
+They never have more than a quarter of the descriptors.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.coordinator.connection import Connection
 
 
+def descriptor_limit() -> int:
+    """The soft one, as it is now."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 class Strangers:
     """Connections that have not joined, by the address of the peer and in the order of arrival. Each has the same time
     for that, so one timer is enough for all of them. What strangers and visitors have sent, and what was not taken
     because a message is incomplete or has to wait, is bounded for all of them together."""
 
     def __init__(self, limits: Limits, *, has_tls: bool) -> None:
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = limits.strangers_with_tls if has_tls else limits.strangers
-        self._most = min(most, max(1, descriptors // 4))
-        self.highest_descriptor = descriptors - limits.spare_descriptors
+        self._most = limits.strangers_with_tls if has_tls else limits.strangers
         self._loop = asyncio.get_running_loop()
         self._by_address: dict[str, dict[Connection, None]] = {}
         self._deadlines: dict[Connection, float] = {}
@@ -39,7 +41,7 @@ class Strangers:
         self._deadlines[connection] = deadline
         if self._timer is None:
             self._timer = self._loop.call_at(deadline, self._time_passed)
-        if len(self._deadlines) > self._most:
+        if len(self._deadlines) > min(self._most, max(1, descriptor_limit() // 4)):
             crowd = max(self._by_address.values(), key=len)
             oldest = next(iter(crowd))
             self.discard(oldest)
