@@ -3,7 +3,7 @@
 The pages are written for the repository, where `../tests/x.py` leads to a file. On the site such a link leads to the
 project's address. The theme would load a script from elsewhere for each block of mermaid: the blocks of state diagrams
 become tables here. In code within a table, a pipe has a backslash for GitHub; Python's Markdown would show it. A long
-name in a table would widen its column beyond the page, and browsers break `--option` after its dashes.
+name in a table would widen its column beyond the page, and browsers break `--an-option` after its dashes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 _TEXT = re.compile(r"(?<=>)[^<>]+(?=<)")
 _LONG_NAME = re.compile(r"\S{16,}")
 _COMMAND = re.compile(r"<code>.*?</code>", re.DOTALL)
-_OPTION = re.compile(r"(?<![\w-])--\w+")
+_OPTION = re.compile(r"(?<![\w-])--?\w+(?:-\w+)*")
 _SEAM = re.compile(r"(?<=[_,/:])(?=\w)")
 _CHANGE = re.compile(r"^\s*(\w+) --> (\w+): (.+)$", re.MULTILINE)
 
@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_post_page(output: str, **_: Any) -> str:
     """MkDocs calls this for each page as HTML. In tables, long names may break after `_` `,` `/` and `:`. An option
-    does not break after its dashes."""
+    does not break at all."""
     output = _CELL.sub(lambda cell: _TEXT.sub(lambda text: _LONG_NAME.sub(with_seams, text[0]), cell[0]), output)
     return _COMMAND.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), output)
 

@@ -111,6 +111,6 @@ def test_long_names_in_tables_may_break() -> None:
     assert site_hooks.on_post_page(page) == page.replace(before, after, 1)
 
 
-def test_an_option_does_not_break_after_its_dashes() -> None:
+def test_an_option_does_not_break_after_a_dash() -> None:
     page = "<p><code>--rdzv-id a--b</code> --rdzv-id</p>"
-    assert site_hooks.on_post_page(page) == page.replace("--rdzv", '<span class="option">--rdzv</span>', 1)
+    assert site_hooks.on_post_page(page) == page.replace("--rdzv-id", '<span class="option">--rdzv-id</span>', 1)
