@@ -172,7 +172,8 @@ def section_text(section: Section, drawn: Mapping[str, str]) -> str:
 def _repeats(section: Section) -> str:
     counts = sorted({len(values) for row in section.rows if row.unit != "%" for values in row.sides.values()} or {0})
     repeats = " to ".join(f"{count}" for count in dict.fromkeys((counts[0], counts[-1])))
-    return f"{repeats} repeats in {section.took_s:.0f} s, load average {section.load:.1f}."
+    noun = "repeat" if repeats == "1" else "repeats"
+    return f"{repeats} {noun} in {section.took_s:.0f} s, load average {section.load:.1f}."
 
 
 def _table(section: Section) -> str:
@@ -188,7 +189,7 @@ def _table(section: Section) -> str:
 def _cells(row: Row, sides: list[str], is_compared: bool) -> list[str]:
     ratio = row.ratio()
     cells = [row.what, *(_side(row, side) for side in sides)]
-    cells += [f"{ratio:.3g}x" if ratio is not None else ""] if is_compared else []
+    cells += ["" if ratio is None else "under 0.001x" if ratio < 0.001 else f"{number(ratio)}x"] if is_compared else []
     words = {True: "yes", False: "**no**", None: "not measured"}
     bounds = "; ".join(bound.text(row.unit) for bound in row.bounds)
     return [*cells, bounds, "; ".join(words[row.meets(bound)] for bound in row.bounds)]

@@ -6,6 +6,7 @@ python docs/make_cli.py > docs/cli.md
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
@@ -17,10 +18,11 @@ from holdfast.option import Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
 
+_NAME = re.compile(r"`[^`]*`|(?<![\w-])--[a-z][\w-]*|\bPET_[A-Z_]+")
 _READING_RULES = (
     "The first token that is neither an option nor an option's value is the script; all that follows is the "
     "script's own. A value comes from the command line (the last one given wins), else from the environment "
-    "variable named below, else it is the default. An empty variable counts as unset.",
+    "variable beside it, else it is the default. An empty variable counts as unset.",
     "Options are written with dashes or underscores, and may be shortened as long as they mean one option: "
     "`--nproc 4` is `--nproc-per-node 4`. Later versions add options that must be written in full, so a shortened name "
     "keeps its meaning. In the script's arguments, `${local_rank}` stands for the "
@@ -29,8 +31,8 @@ _READING_RULES = (
 
 _SETTINGS = (
     "`--rdzv-conf` takes `key=value,key=value`, `LaunchConfig` the same settings as `rdzv_configs`. If a setting has "
-    'an option of its own (`--lease 5s`), give one of the two. "Same" means that all nodes of a run must have the same '
-    "value: the first node fixes it, and a node with another value is rejected."
+    "an option of its own (`--lease 5s`), give one of the two. If a setting is the same on all nodes, the first node "
+    "fixes it, and a node with another value is rejected."
 )
 
 _WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
@@ -105,10 +107,10 @@ _OTHER_VARIABLES: tuple[tuple[str, str], ...] = (
 
 def document() -> str:
     """docs/cli.md."""
-    parts = ["# Commands and options", f"```\n{USAGE}\n```", *parser.INTRODUCTION, *_READING_RULES]
+    parts = ["# Commands and options", f"```\n{USAGE}\n```", *map(_marked, parser.INTRODUCTION), *_READING_RULES]
     for group in GROUPS:
-        header = f"## {group}\n\n| option | default | environment | meaning |\n|---|---|---|---|"
-        parts.append("\n".join([header, *(_row(option) for option in OPTIONS if option.group == group)]))
+        options = [(option.invocation, _meaning(option)) for option in OPTIONS if option.group == group]
+        parts.append(f"## {group}\n\n{_table('option', options)}")
     parts += ["## Settings of `--rdzv-conf`", _SETTINGS, _settings()]
     for title, first, rows in (
         ("Other environment variables", "variable", _OTHER_VARIABLES),
@@ -123,34 +125,42 @@ def document() -> str:
 
 
 def _table(first: str, rows: Sequence[tuple[str, str | None]]) -> str:
-    return "\n".join([f"| {first} | meaning |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows)])
+    cells = [[cell.replace("|", "\\|") for cell in (f"`{name}`", _marked(meaning or ""))] for name, meaning in rows]
+    return "\n".join([f"| {first} | meaning |", "|---|---|", *(f"| {' | '.join(row)} |" for row in cells)])
 
 
 def _settings() -> str:
-    lines = ["| key | other names | value | default | backends | same | meaning |", "|---|---|---|---|---|---|---|"]
+    rows = []
     for row in TABLE:
         default = row.shown or str(row.default).lower().removesuffix(".0") or "none"
-        cells = (
-            f"`{row.name}`", ", ".join(f"`{name}`" for name in row.names.split()[1:]), row.kind.words, default,
-            row.backends.replace(" ", ", "), "yes" if hasattr(Settings, row.field) else "no", row.help,
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
-    return "\n".join(lines)
+        facts = [f"Value: {row.kind.words}.", f"Default: {default}.", f"Backends: {row.backends.replace(' ', ', ')}."]
+        facts += ["Same on all nodes."] if hasattr(Settings, row.field) else []
+        names = ", ".join(f"`{name}`" for name in row.names.split()[1:])
+        facts += [f"Other names: {names}."] if names else []
+        rows.append((row.name, f"{row.help}<br>{' '.join(facts)}"))
+    return _table("key", rows)
 
 
-def _row(option: Option) -> str:
-    default = f"`{option.default_text}`" if option.default_text else ""
-    variable = f"`{option.variable}`" if option.variable else ""
-    cells = (f"`{option.invocation}`", default, variable, option.help)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _meaning(option: Option) -> str:
+    """With the default and the variable after it: columns for them would leave no room on a narrow screen."""
+    facts = [f"Default: `{option.default_text}`."] if option.default_text else []
+    facts += [f"Environment: `{option.variable}`."] if option.variable else []
+    return " ".join([option.help, *facts])
+
+
+def _marked(text: str) -> str:
+    """Help is written for a terminal. Here options and variables are code, and pages are links."""
+    text = _NAME.sub(lambda name: name[0] if name[0].startswith("`") else f"`{name[0]}`", text)
+    text = text.replace("docs/cli.md", "[This page](#settings-of---rdzv-conf)")
+    return re.sub(r"(?<![\w[/-])(?<!\]\()(?:docs/)?([\w-]+\.md)", r"[\1](\1)", text)
 
 
 def _page(command: argparse.ArgumentParser) -> str:
     """A command whose options are declared with argparse."""
     shown = [each for each in command._actions if each.help not in (None, argparse.SUPPRESS) and each.dest != "help"]
     rows = [(f"{', '.join(each.option_strings)} {each.metavar or ''}".strip(), each.help) for each in shown]
-    epilog = (command.epilog or "").strip()
-    return f"## {command.prog}\n\n{command.description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
+    description, epilog = _marked(command.description or ""), (command.epilog or "").strip()
+    return f"## {command.prog}\n\n{description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def page() -> Iterator[str]:
         "\n## Instead of options\n\nAn option of the command line wins over its variable. [cli.md](cli.md) says what "
         "each one means and which values it takes.\n\n| variable | option |\n|---|---|"
     )
-    yield from sorted(_row(each) for each in OPTIONS if each.variable)
+    yield from map(_row, sorted((each for each in OPTIONS if each.variable), key=lambda each: each.variable or ""))
     names = ", ".join(f"`{name}`" for name in OWN_VARIABLES)
     yield f"\n## Between holdfast's own processes\n\nDo not set these, and do not rely on them: {names}."
 

@@ -42,9 +42,9 @@ def main() -> None:
         f"{PATIENCE_S} seconds by SIGTERM. With NCCL, torch's own watchdog would end a hung collective "
         "after ten minutes.",
         *pair(HANGS, f"--hang-timeout 3s {HANGS}"),
-        "### A node is lost\n\nTwo nodes train with DDP; the time in front is that since the second one, its agent and "
-        "its workers, was killed with `kill -9`. This is the output of the first one, without the steps. Other work "
-        "kept the machine busy; both import torch anew.",
+        "### A node is lost\n\nTwo nodes train with DDP, and `kill -9` ends the agent and the workers of the second "
+        "node. This is the output of the first node, without its steps; each line begins with the time since the kill. "
+        "The machine was busy with other work. Both launchers import torch anew.",
         *lost_node("torchrun"),
         *lost_node("holdfast"),
     ]

@@ -3,7 +3,8 @@
     python docs/make_recordings.py [NAME ...]
 
 Each command runs in a pty. Directories, the host and pids are replaced, as the pages do. The pictures need no script:
-lines appear by an animation of CSS, and all are there at once for readers who want no motion.
+all lines are there from the start, and an animation of CSS brightens each one when it was printed. For readers who want
+no motion, all are bright at once.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ _STYLE = """<style>
 .screen{fill:#10181c}
 text{font:13px ui-monospace,"JetBrains Mono","SF Mono",Menlo,Consolas,"Liberation Mono",monospace;fill:#d7dfe3;
 animation:show .01s both}
-@keyframes show{from{opacity:0}to{opacity:1}}
+@keyframes show{from{opacity:.6}to{opacity:1}}
 @media (prefers-reduced-motion:reduce){text{animation:none}}
 .red{fill:#f0766a}.green{fill:#7fc97a}.yellow{fill:#e2b84d}.blue{fill:#6fb1e8}.magenta{fill:#c58fe0}.cyan{fill:#5fc7c9}
 .bold{font-weight:700}.dim{fill:#8b979d}

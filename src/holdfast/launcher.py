@@ -48,19 +48,22 @@ _DEFAULT_RDZV_TIMEOUT_S = DefaultTimeout(900)
 
 @dataclass
 class LaunchConfig:
-    """Everything about a run but what its workers execute.
+    """The settings of a run: everything but what its workers execute.
 
-    `nproc_per_node` may also be a text that `--nproc-per-node` takes, such as "auto"; it is turned into a number.
-    `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it. `shutdown_timeout` is the
-    grace in seconds between the first signal to a worker and SIGKILL; `exit_barrier_timeout` is for how many seconds a
-    node whose workers have finished waits for the other nodes. `restart_policy` says more about restarts than
-    `max_restarts` can, and replaces it. `hang_policy` (`holdfast.hangs.policy.HangPolicy`) says when workers count as
-    hung; without one, hangs are not detected. At `health_port` (a port or "HOST:PORT"; if None, it is
-    `TORCHELASTIC_HEALTH_CHECK_PORT`) the agent answers whether it is alive. `preload` names modules (a text with commas
-    or a sequence) that are imported once, in a process from which the workers are then forked. `preload_only`: what the
-    workers import besides is not learned. `checks` (`holdfast.checks.plan.CheckPlan`) run before the node asks for a
-    place. The other fields after it are those of `GroupSpec` and `WorkerSpec`, and the options of `holdfast run` about
-    notices and passed signals.
+    Most fields are options of `holdfast run` under the same name, or fields of `GroupSpec` and `WorkerSpec`. In detail:
+
+    - `nproc_per_node` may also be a text that `--nproc-per-node` takes, such as "auto"; it is turned into a number.
+    - `rdzv_timeout` is the older spelling of `rdzv_configs["timeout"]` and wins over it.
+    - `shutdown_timeout`: the grace in seconds between the first signal to a worker and SIGKILL.
+    - `exit_barrier_timeout`: for how many seconds a node whose workers have finished waits for the other nodes.
+    - `restart_policy` says more about restarts than `max_restarts` can, and replaces it.
+    - `hang_policy` (`holdfast.hangs.policy.HangPolicy`): when workers count as hung. None: hangs are not detected.
+    - `health_port` (a port or "HOST:PORT"): where the agent answers whether it is alive. None: at
+      `TORCHELASTIC_HEALTH_CHECK_PORT`.
+    - `preload`: modules (a text with commas or a sequence) that are imported once, in a process from which the workers
+      are then forked.
+    - `preload_only`: do not learn which other modules the workers import.
+    - `checks` (`holdfast.checks.plan.CheckPlan`) run before the node asks for a place.
     """
 
     min_nodes: int
