@@ -158,7 +158,10 @@ def _marked(text: str) -> str:
 def _page(command: argparse.ArgumentParser) -> str:
     """A command whose options are declared with argparse."""
     shown = [each for each in command._actions if each.help not in (None, argparse.SUPPRESS) and each.dest != "help"]
-    rows = [(f"{', '.join(each.option_strings)} {each.metavar or ''}".strip(), each.help) for each in shown]
+    rows = [
+        (f"{', '.join(each.option_strings)} {each.metavar or ''}".strip(), (each.help or "").replace("%%", "%"))
+        for each in shown
+    ]
     description, epilog = _marked(command.description or ""), (command.epilog or "").strip()
     return f"## {command.prog}\n\n{description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
 

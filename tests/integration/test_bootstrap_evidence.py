@@ -298,7 +298,12 @@ def interrupted() -> None:
     succeeded, with the value None.""")
 @pytest.mark.parametrize(
     ("function", "status", "stderr"),
-    [(interrupted, 130, "KeyboardInterrupt\n"), (lambda: os._exit(0), 0, ""), (sys.exit, 0, "")],
+    [
+        (interrupted, 130, "KeyboardInterrupt\n"),
+        (lambda: os._exit(0), 0, ""),
+        (sys.exit, 0, ""),
+        (lambda: sys.exit(1 << 70), 255, ""),  # As the interpreter does, not the lowest byte, which is 0.
+    ],
 )
 def test_nothing_is_said_of_other_ends_of_a_function(
     function: Callable[[], None], status: int, stderr: str, tmp_path: Path
@@ -308,6 +313,11 @@ def test_nothing_is_said_of_other_ends_of_a_function(
     assert outcome.stderr.endswith(stderr)
     assert outcome.box.error is None
     assert outcome.box.value is None or value(outcome) is None
+
+
+def test_function_that_exits_with_a_zero_that_is_no_int_has_failed(tmp_path: Path) -> None:
+    outcome = call(lambda: sys.exit(0.0), tmp_path)  # type: ignore[arg-type]  # the interpreter prints it and exits with 1
+    assert (outcome.status, outcome.stderr, outcome.message) == (1, "0.0\n", "0.0")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def failed(exitcode: int, message: str = "", rank: int = 5, pid: int = 1, **evid
     [
         (failed(1, "ValueError: boom"), "failed: ValueError: boom (exit code 1, pid 1)"),
         (failed(1, "ValueError", pid=0), "failed: ValueError (exit code 1)"),
+        (failed(1, "AssertionError: "), "failed: AssertionError (exit code 1, pid 1)"),
         (failed(-15, "ValueError: two\nlines"), "failed: ValueError: two lines (SIGTERM, pid 1)"),
         (failed(1, "RuntimeError: x", memory="oom"), "failed: RuntimeError: x (exit code 1, pid 1): oom"),
         (failed(-11), "was killed by SIGSEGV (pid 1)"),

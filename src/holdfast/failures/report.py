@@ -93,7 +93,7 @@ def _cause_pieces(code: int, evidence: Evidence) -> tuple[str, str, str, str]:
     how = (signal_name(code) or f"signal {-code}") if code < 0 else f"exit code {code}"
     detail = evidence.memory or evidence.note
     if evidence.message:
-        return "failed: ", evidence.message, how, detail
+        return "failed: ", evidence.message.removesuffix(": "), how, detail  # An exception without a text.
     if code >= 0:
         return f"exited with code {code}", "", "", detail or last_line(evidence.stderr_tail)
     if code == -Signals.SIGKILL and evidence.memory:

@@ -468,7 +468,7 @@ def run_function(load: "Callable[[], Call]", blackbox_fd: int, peers: "Peers | N
             function, args = load()
             value = function(*args)
         except SystemExit as exc:
-            if exc.code is not None and exc.code != 0:
+            if not (exc.code is None or (isinstance(exc.code, int) and exc.code == 0)):
                 raise
         evidence.write(VALUE, pickled_value(value, function))
         if value is not None and evidence.file != file_behind(blackbox_fd):
@@ -505,8 +505,8 @@ def print_error(text: str) -> None:
 def report(exc: BaseException) -> int:
     """Handle an uncaught exception like the interpreter, and return the exit status."""
     if isinstance(exc, SystemExit):
-        if isinstance(exc.code, int):
-            return exc.code & 0xFF
+        if isinstance(exc.code, int):  # One that is no C long is -1 to the interpreter.
+            return exc.code & 0xFF if -(1 << 63) <= exc.code < 1 << 63 else 0xFF
         print_error(text_of(exc.code))
         return 1
     try:
