@@ -814,11 +814,14 @@ class AgreedMeansKept(Checker):
 
 class LastCompleteSurvives(Checker):
     """If for each rank of the last complete snapshot a node is in the new world that had it then, of its own or as a
-    copy, the world loads that snapshot or a newer one. Each rank is on as many other nodes as the user wants in the
+    copy, the world loads that snapshot or a newer one. A copy that comes while its node waits for a place does not
+    count in that place: the node has said what it holds. Each rank is on as many other nodes as the user wants in the
     round of the snapshot; a later and larger world, which is told again, may want more."""
 
     def set_up(self) -> None:
         self._holders: dict[tuple[int, int, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        self._untold: set[tuple[str, tuple[int, int, int], int]] = set()
+        """Copies that came after their nodes had said what they hold."""
         self._sizes: dict[tuple[int, int, int], int] = {}
         self._complete: tuple[int, int, int] | None = None
         self._wanted = 1
@@ -831,8 +834,10 @@ class LastCompleteSurvives(Checker):
         for rank in ranks:
             self.copied(node, snapshot, rank)
 
-    def copied(self, node: str, snapshot: SnapshotId, rank: int) -> None:
+    def copied(self, node: str, snapshot: SnapshotId, rank: int, is_told: bool = True) -> None:
         self._holders[snapshot.order][rank].add(node)
+        if not is_told:
+            self._untold.add((node, snapshot.order, rank))
 
     def snapshot_ordered(self, order: Agreed | Complete) -> None:
         if isinstance(order, Complete) and (self._complete is None or order.saved > self._complete):
@@ -850,7 +855,11 @@ class LastCompleteSurvives(Checker):
             return
         present = {facts.node_id for facts in world.members.values() if facts.snapshot_port}
         holders, found = self._holders[self._complete], _snapshot_of(world.template)
-        is_loadable = all(holders[rank] & present for rank in range(self._sizes[self._complete]))
+        is_loadable = all(
+            any((node, self._complete, rank) not in self._untold for node in holders[rank] & present)
+            for rank in range(self._sizes[self._complete])
+        )
+        self._untold = {each for each in self._untold if each[0] not in present}
         self._is_missing = not is_loadable
         if is_loadable and (found is None or found.order < self._complete):
             self.object(f"round {world.round} loads {found}, and {self._complete} was complete")

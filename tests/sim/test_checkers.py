@@ -263,6 +263,16 @@ def test_a_larger_world_is_told_again_of_a_snapshot_that_was_complete_in_a_small
         step(checks)
 
 
+def test_a_copy_that_comes_while_its_node_waits_counts_from_its_next_join() -> None:
+    checks = Checks(SETTINGS, lambda: 0.0, tuple(each for each in RULES if name_of(each) == "last_complete_survives"))
+    told, told_again = (did("snapshot_ordered", Complete(round, SNAPSHOT.order)) for round in (1, 2))
+    late, older = did("copied", "c", SNAPSHOT, 0, False), Chosen(SnapshotId(1, 1, 4, 2))
+    for step in (stored(A, 0), stored(B, 1), late, told, sealed(2, C, B, chosen=older), told_again):
+        step(checks)
+    with pytest.raises(Violation, match="was complete"):
+        sealed(3, C, B, chosen=older)(checks)
+
+
 def test_every_rule_has_a_story() -> None:
     assert {rule for rule, _ in STORIES} == {name_of(rule) for rule in RULES}
 
