@@ -309,8 +309,9 @@ def test_install(holdfast: Holdfast) -> None:
     assert (ended.code, workers_of(ended)) == (0, ["worker 0"] * 2), str(ended)
     assert str(place) not in ended.out
     assert ended.own.count(TOOK_OVER) == 2
-    refused = holdfast.run("--install", "a:b", command=(COMMAND, "adopt"))
-    assert (refused.code, "colon" in refused.last) == (2, True)
+    for name, why in (("a:b", "colon"), ("\udcff", "cannot be printed"), ("a\nb", "cannot be printed")):
+        refused = holdfast.run("--install", name, command=(COMMAND, "adopt"))
+        assert (refused.code, why in refused.last) == (2, True), str(refused)
 
 
 # --- real programs --------------------------------------------------------------------------------------------

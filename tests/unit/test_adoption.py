@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,11 @@ def test_what_holdfast_opts_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert adoption.options_text() == ""
     monkeypatch.setenv("HOLDFAST_ADOPT", "/one")
     assert adoption.options_text() == "--tee 3"
+
+
+def test_files_in_a_directory_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    directory = tmp_path / "\udcff"
+    adopt.write_files(directory)
+    script = (directory / adoption.SCRIPTS / "torchrun").read_bytes()
+    assert os.fsencode(shlex.quote(str(directory))) in script
+    assert repr(str(directory)) in (directory / adoption.SITE / "sitecustomize.py").read_text(encoding="utf-8")

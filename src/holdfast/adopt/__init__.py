@@ -52,9 +52,10 @@ def write_files(directory: Path) -> None:
     hook = str(Path(__file__).with_name("hook.py").resolve())
     names = {"variable": DIRECTORIES_VARIABLE, "directory": str(directory), "python": sys.executable, "hook": hook}
     script = directory / SCRIPTS / "torchrun"
-    script.write_text(_TORCHRUN.format(**{name: shlex.quote(value) for name, value in names.items()}))
+    # A path is bytes, which need not be UTF-8. The other file has them as escapes.
+    script.write_bytes(os.fsencode(_TORCHRUN.format(**{name: shlex.quote(value) for name, value in names.items()})))
     script.chmod(0o755)
-    (directory / SITE / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(**names))
+    (directory / SITE / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(**names), encoding="utf-8")
 
 
 def adopted_environment(directory: Path, environ: Mapping[str, str]) -> dict[str, str]:

@@ -65,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
 def _install(directory: Path) -> str:
     if ":" in str(directory):
         raise UserError(f"--install {directory}: a directory in PATH cannot have a colon in its name")
+    if not str(directory).isprintable():  # The lines below would name another directory.
+        raise UserError(f"--install {directory}: its name has a byte that cannot be printed; choose another one")
     adopt.write_files(directory)
     return (
         f"export PATH={shlex.quote(f'{directory}/{adoption.SCRIPTS}')}:$PATH\n"

@@ -112,8 +112,9 @@ class Template:
             self.open(int(fd))  # This fork is the next template.
 
     def send(self, *message: str) -> None:
+        """Cut the texts, as an exception may have megabytes: a message is one packet, and the spawner reads 32 KiB."""
         try:
-            self.sock.send(marshal.dumps(message))
+            self.sock.send(marshal.dumps(tuple(text[:2000] for text in message)))
         except (BrokenPipeError, ConnectionResetError):
             os._exit(0)
 
