@@ -279,7 +279,7 @@ def test_a_worker_at_a_prompt_is_not_hung(holdfast: Holdfast) -> None:
     with terminal() as (near, far):
         run = holdfast.start(*COMMON, *bounds, script, stdin=far, stdout=far)
         os.close(far)
-        near.read_until("(Pdb)")
+        near.read_until("(Pdb) ")  # With its last character, which may come by itself.
         assert not select.select([near.fd], [], [], 4)[0], "for four times as long as the bounds"
         os.write(near.fd, b"c\n")
         near.read_until("worked")
