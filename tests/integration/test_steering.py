@@ -134,9 +134,10 @@ def test_status_says_what_is_waited_for_and_who_was_refused(scene: Scene) -> Non
     support.wait_until(lambda: waits in scene.run("status", scene.run_id).stdout, "that it waits")
     scene.start("c", "3")
     assert scene.nodes[1].wait() == 2
+    # What the coordinator tells may be 0.2 s old.
+    [refused] = support.wait_until(lambda: status_of(scene)["run"]["refused"], "that it tells of the refusal")
     picture = status_of(scene)
     assert picture["sentence"].startswith("Waiting for 1 more of at least 2 nodes to join (1 joined, timeout in ")
-    [refused] = picture["run"]["refused"]
     assert refused["reason"] == "--nnodes 3, this run has --nnodes 2"
     assert f"-{scene.nodes[1].pid}-" in refused["who"]
     assert f"{refused['who']}: --nnodes 3, this run has --nnodes 2" in scene.ask("status", scene.run_id)
