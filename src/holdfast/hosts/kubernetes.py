@@ -221,7 +221,7 @@ class _Watch:
             except ValueError:
                 break  # The rest of it is to come.
             self._held = self._held.lstrip()[end:]
-            if event.get("type") != "ERROR":  # Then the watch ends, and what it has is no such object.
+            if event.get("type") != "ERROR":  # An ERROR event ends the watch; its object is a Status.
                 yield event.get("type", ""), event.get("object", {})
         if self._process.has_ended:
             self.close()

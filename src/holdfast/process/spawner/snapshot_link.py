@@ -15,7 +15,7 @@ REPORTS = ("held", "kept_step", "transferred")
 class SnapshotLink:
     """`parts` are all parts in memory: snapshot, rank, bytes, whether the rank is of this node, and since when it is
     known; all slots have `snapshot_bytes`. `common_step` is the step that a restart would load, and has been since
-    `common_at`. `has_peers`: the spawner knows how to move slots. What it says of that goes to `hear_of_snapshots`."""
+    `common_at`. `has_peers`: the spawner knows how to move slots. `hear_of_snapshots` gets its reports."""
 
     _channel: Channel
 
