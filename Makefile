@@ -106,6 +106,7 @@ $(VENV)/.test: $(VENV)/.runtime
 
 # Of Debian. Tests that need one of them are skipped where it is missing, and say so.
 $(VENV)/.tools: Makefile | $(VENV)/bin/python
+	-apt-get update -qq
 	test -e /usr/lib/*/faketime/libfaketime.so.1 || apt-get install -y faketime
 	command -v tmux >/dev/null || apt-get install -y tmux
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus

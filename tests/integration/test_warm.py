@@ -292,6 +292,7 @@ UNFIT = {
     "thread": ("from threading import *\nThread(target=Event().wait, daemon=True).start()", "starts threads"),
     "raises": ("raise KeyError('no')", "bad cannot be imported: KeyError: 'no'"),
     "verbose": ("raise KeyError('\u00e9' * 50_000)", "bad cannot be imported: KeyError: '\u00e9\u00e9"),
+    "unshowable": ("class Odd(Exception):\n    __str__ = None\nraise Odd", "bad cannot be imported: Odd"),
     "missing": ("import nowhere_to_be_found", "No module named 'nowhere_to_be_found'"),
     "exits": ("import sys\nsys.exit(3)", "it calls sys.exit(3)"),
     "forks": ("import os\nos.fork()", "starts a process"),

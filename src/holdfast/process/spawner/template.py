@@ -471,9 +471,12 @@ def is_listened_to(port: int) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"it calls sys.exit({error.code!r})"
-    return f"{type(error).__name__}: {error}"
+    try:
+        if isinstance(error, SystemExit):
+            return f"it calls sys.exit({error.code!r})"
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # The module's exception cannot be shown.
+        return type(error).__name__
 
 
 def thread_count() -> int:
