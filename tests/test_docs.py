@@ -328,6 +328,12 @@ def test_examples_run(line: str, tmp_path: Path) -> None:
     assert ended.returncode == 0 or ended.stderr.splitlines()[-1].startswith("Cause: rank 2 ")
 
 
+def test_the_commands_about_frameworks_are_those_of_the_examples() -> None:
+    lines = [line for block in fences(ROOT / "docs" / "frameworks.md", "sh") for line in block.splitlines()]
+    assert lines
+    assert set(lines) <= set(EXAMPLE_LINES)
+
+
 def test_every_example_has_a_line() -> None:
     scripts = [path for path in (ROOT / "examples").rglob("*") if path.suffix in (".py", ".sh")]
     assert scripts

@@ -38,7 +38,7 @@ def test_each_dependency_and_extra_has_its_reason() -> None:
     reasons = (ROOT / "docs" / "decisions" / "0037-dependencies.md").read_text()
     names = {re.split(r"[>;=\[ ]", each)[0] for each in PROJECT["dependencies"]}
     rows = {*re.findall(r"^\| `?([\w-]+)`? \|", reasons, re.MULTILINE)}
-    extras = {*PROJECT["optional-dependencies"]} - {"etcd", "test", "check", "dist", "docs", "coverage"}
+    extras = {*PROJECT["optional-dependencies"]} - {"test", "check", "dist", "docs", "coverage"}
     assert names | extras == rows - {"package", "extra"}
 
 
