@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.process import DefaultLogsSpecs, Std
@@ -188,6 +189,34 @@ def test_what_imports_leave_behind_is_as_in_a_cold_worker(
     cold = spawner.run(script, "a", ranks=2)
     assert [code for code, *_ in cold] == [0, 0], cold
     assert spawner.run(script, "a", preload=("late", "numpy"), ranks=2) == cold
+
+
+SLOW_TO_CLOSE = """
+import os, time
+template, close = os.getpid(), os.close
+def close_slowly(fd):
+    close(fd)
+    if os.getpid() == template:
+        time.sleep(0.05)
+os.close = close_slowly
+"""
+
+
+@promise("""workers.ends-before-template-looks: A warm worker that ends before its template has closed its copies of the
+    worker's descriptors counts as started, with its pid, and as ended.""")
+def test_workers_that_end_while_the_template_has_their_descriptors(spawner: Spawner, tmp_path: Path) -> None:
+    support.write_script(tmp_path / "slow_to_close.py", SLOW_TO_CLOSE)
+    script = support.write_script(tmp_path / "job.py", "")
+    context = spawner.group(script, preload=("slow_to_close",), ranks=4)
+    spawner.warm_up(script)
+    context.start()
+    assert context.wait(support.DEADLINE_S) is not None
+    assert len(set(context.pids().values())) == 4
+    context.close(timeout=5)
+    process = psutil.Process(spawner.link.pid)
+    busy_s = process.cpu_times().user + process.cpu_times().system
+    time.sleep(0.5)
+    assert process.cpu_times().user + process.cpu_times().system - busy_s < 0.2, "it is busy with a pipe that nobody reads"
 
 
 TORCH = """

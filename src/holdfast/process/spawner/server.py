@@ -280,7 +280,9 @@ class Spawner:
         try:
             said = os.read(worker.report_fd, 64)
         except BlockingIOError:
-            return
+            if not is_reaped:
+                return
+            said = b""  # A fork of the template still has a copy of the pipe.
         if said.startswith(b"P"):
             pid, _, said = said[1:].partition(b"\n")
             self._adopt(worker, int(pid))
