@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from holdfast.cli import catalogue
@@ -18,7 +19,7 @@ from holdfast.option import Option
 from holdfast.rendezvous.membership.model import Settings
 from holdfast.rendezvous.settings import TABLE
 
-_NAME = re.compile(r"`[^`]*`|(?<![\w-])--[a-z][\w-]*|\bPET_[A-Z_]+")
+_NAME = re.compile(r"'--[^']*'|`[^`]*`|(?<![\w-])--[a-z][\w-]*|\bPET_[A-Z_]+")
 _READING_RULES = (
     "The first token that is neither an option nor an option's value is the script; all that follows is the "
     "script's own. A value comes from the command line (the last one given wins), else from the environment "
@@ -163,7 +164,23 @@ def _page(command: argparse.ArgumentParser) -> str:
         for each in shown
     ]
     description, epilog = _marked(command.description or ""), (command.epilog or "").strip()
-    return f"## {command.prog}\n\n{description}\n\n{_table('option', rows)}\n\n```\n{epilog}\n```"
+    parts = [_part(part) for part in epilog.split("\n\n") if part]
+    return "\n\n".join([f"## {command.prog}", description, _table("option", rows), *parts])
+
+
+def _part(text: str) -> str:
+    """Of the end of a help text: a paragraph, examples, or lines of a name and its meaning, such as exit codes."""
+    head, _, body = text.partition(":\n")
+    if not body.startswith("  "):
+        return _marked(text.replace("\n", " "))
+    lines = textwrap.dedent(body).split("\n")
+    if head.startswith("example"):
+        return "\n".join([f"{head.capitalize()}:", "", "```sh", *lines, "```"])
+    body = re.sub(r"\n +", " ", "\n".join(lines))
+    rows = [re.split("  +", line, maxsplit=1) for line in body.split("\n")]
+    if all(len(row) == 2 for row in rows):
+        return _table(head, [(name, meaning) for name, meaning in rows])
+    return f"{_marked(head)}:\n\n```\n{body}\n```"
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def lost_node() -> tuple[str, list[Line]]:
         )[1]
         Path(folder, "train.py").write_text(script)
         with background(TUTORIAL, folder) as second:
-            lines = recorded(TUTORIAL, folder, when=("step 29 ", second.kill))
+            lines = recorded(TUTORIAL, folder, when=("step 29,", second.kill))
     return "A node is lost, and the training goes on without a lost step", lines
 
 

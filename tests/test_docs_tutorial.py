@@ -87,32 +87,32 @@ def test_alone_and_with_four_processes(shop: Path) -> None:
 
 
 def test_a_killed_process_without_and_with_restarts(shop: Path) -> None:
-    ended = killed(MANY, shop, "step 9 ")
+    ended = killed(MANY, shop, "step 9,")
     assert ended.ends() == 1
     assert missing(lines(SHOWN[2]), lines(ended.printed())) == []
-    restarted = killed(RESTARTS, shop, "step 9 ")
+    restarted = killed(RESTARTS, shop, "step 9,")
     assert restarted.ends() == 0, restarted.printed()
     assert missing(lines(SHOWN[3]), lines(restarted.printed())) == []
-    assert restarted.printed().count("step 9 ") == 2, "it begins again with step 0"
+    assert restarted.printed().count("step 9,") == 2, "it begins again with step 0"
 
 
 def test_with_snapshots_no_step_is_lost(shop: Path) -> None:
     (shop / "train.py").write_text(SECOND)
-    terminal = killed(RESTARTS, shop, "step 19 ")
+    terminal = killed(RESTARTS, shop, "step 19,")
     assert terminal.ends() == 0, terminal.printed()
     assert missing(lines(SHOWN[4]), lines(terminal.printed())) == []
-    assert terminal.printed().count("step 19 ") == 1
+    assert terminal.printed().count("step 19,") == 1
 
 
 def test_a_lost_node(shop: Path) -> None:
     (shop / "train.py").write_text(SECOND)
     line = NODES.replace("29400", str(support.free_port()))
     first, second = Terminal(line, shop), Terminal(line, shop, "second")
-    support.wait_until(lambda: "step 29 " in first.printed() + second.printed(), "step 29 is printed", 100)
+    support.wait_until(lambda: "step 29," in first.printed() + second.printed(), "step 29 is printed", 100)
     first, second = (first, second) if "node 0 of 2" in first.printed() else (second, first)
     second.process.kill()
     second.ends()
     assert first.ends() == 0, first.printed()
     assert missing(lines(SHOWN[5]), lines(first.printed())) == []
     assert missing(lines(SHOWN[6]), lines(first.printed())) == []
-    assert first.printed().count("step 29 ") == 1
+    assert first.printed().count("step 29,") == 1

@@ -57,7 +57,7 @@ def told(ended: Ended, variable: str) -> list[str | None]:
 
 @promise("""workers.python-run-modules-shell: `python -m holdfast run`, modules, shell scripts and programs work from
     the command line, also under another interpreter.""")
-@promise("cli.exit-code-shows-happened: The exit code shows what happened: 0, 1, 2, 93, 94 or 128+n.")
+@promise("cli.exit-code-shows-happened: The exit code shows what happened: 0, 1, 2, 93 to 96, or 128+n.")
 @pytest.mark.parametrize("command", [(COMMAND, "run"), AS_MODULE, BY_ITS_OWN_NAME], ids=["script", "-m", "module"])
 def test_success(holdfast: Holdfast, command: tuple[str, ...]) -> None:
     ended = holdfast.run("--nproc-per-node", "2", holdfast.script(SHOW), "a", "--b", command=command)

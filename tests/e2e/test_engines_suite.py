@@ -32,8 +32,8 @@ def engine(
         yield made
 
 
-@promise("""ssh.line-host-lost-torn: No line of any host is lost or torn. A terminal shows the same line of all hosts
-    once, and so are the agents' own words.""")
+@promise("""ssh.line-host-lost-torn: No line of any host is lost or torn. A line that all hosts write, also one of the
+    agents, is shown once on a terminal.""")
 @promise("""engines.submit-slurm-shows-job: `holdfast submit slurm` shows the job's output and ends with its exit code.
     With `--detach` it prints the id.""")
 @promise("""ray.submit-starts-agent-node: `holdfast submit ray` starts one agent on each node of a Ray cluster, up to

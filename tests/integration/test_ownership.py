@@ -473,8 +473,8 @@ PHASES = {
 }
 
 
-@promise("""stopping.signal-phase-makes-node: Any signal in any phase makes the node leave, does not close the run, and
-    leaves no process behind.""")
+@promise("""stopping.signal-phase-makes-node: Each signal that stops a node, in any phase, makes the node leave, does
+    not close the run, and leaves no process behind.""")
 @pytest.mark.parametrize(
     ("phase", "name"), [*zip(PHASES, itertools.cycle(SIGNALS), strict=False), *(("running", name) for name in SIGNALS)]
 )
