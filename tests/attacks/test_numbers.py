@@ -14,7 +14,18 @@ from holdfast.rendezvous.membership import model, protocol
 from holdfast.rendezvous.membership.model import Place, Settings, Stage
 from holdfast.rendezvous.membership.restart_policy import RestartPolicy
 from tests import support
-from tests.attacks.harness import LONGEST_ANSWER_S, MIB, HonestRun, Peer, agreed, at_most, drained, facts, honest
+from tests.attacks.harness import (
+    DEADLINE_S,
+    LONGEST_ANSWER_S,
+    MIB,
+    HonestRun,
+    Peer,
+    agreed,
+    at_most,
+    drained,
+    facts,
+    honest,
+)
 from tests.coordinators import CoordinatorProcess, coordinator
 
 JUNK = b"\0\0\0\x05hello"
@@ -109,7 +120,8 @@ def test_more_shapes_than_a_message_has_room_for(server: CoordinatorProcess) -> 
             peer.send(protocol.Join(facts(peer.name, role=role), settings))
         first, *others, last = peers
         stack.enter_context(drained(others))
-        assert isinstance(last.until(model.Refused, model.Sealed), model.Refused)
+        # The coordinator makes half a GiB of messages, for which it needs a second of a core that it may have to share.
+        assert isinstance(last.until(model.Refused, model.Sealed, deadline_s=4 * DEADLINE_S), model.Refused)
         watch, told = support.Stopwatch(server.pid), None
         while not isinstance(told, model.Sealed):
             with watch.measured():

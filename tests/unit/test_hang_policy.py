@@ -180,9 +180,14 @@ STORIES: dict[str, tuple[dict[str, Any], Looks]] = {
         {"hang_timeout_s": 10.0, "pattern": "x", "progress_every_s": 5.0},
         [
             *[(float(at), {OUTPUT: 1.0, PATTERN: 1.0}, BLIND, False) for at in range(2, 100, 2)],
-            (102, {OUTPUT: 1, PATTERN: 1}, {}, False),
-            (103, {OUTPUT: 1, PATTERN: 1}, {}, True),
+            *[(float(at), {OUTPUT: 1, PATTERN: 1}, {}, False) for at in (102, 104, 106)],
+            (107, {OUTPUT: 1, PATTERN: 1}, {}, True),
         ],
+    ),
+    # The prompt ended at some time between the two looks.
+    "the first look after a prompt judges nobody": (
+        TEN_S,
+        [(10, {}, BLIND, False), (20, {}, {}, False), (29, {}, {}, False), (30, {}, {}, True)],
     ),
     "a verdict holds however long the stacks took": (TEN_S, [(10, {}, {}, True), (30, {}, AGAIN, True)]),
     "a verdict is withdrawn by whatever moves": (

@@ -190,6 +190,7 @@ class HangMachine:
         self._look_every_s = self._shortest_s / LOOKS_A_BOUND if is_sampled else self._shortest_s
         self._looked_at = now
         self._broken: Bound | None = None
+        self._was_held_up = False
 
     def next_deadline(self) -> float:
         """When to look next."""
@@ -208,8 +209,9 @@ class HangMachine:
         # Workers stand still while their stacks are taken, so a movement since the verdict counts as one of now.
         counted = {Signal.PATTERN} if self._broken is Bound.CADENCE else self.policy.chosen
         has_moved = any(at > self._looked_at for signal, at in moved_at.items() if signal in counted)
-        if is_held_up or is_late or (is_again and has_moved):
-            self._counts_from = now
+        if is_held_up or self._was_held_up or is_late or (is_again and has_moved):
+            self._counts_from = now  # The time at which a prompt ended is not known, so it is the first look after it.
+        self._was_held_up = is_held_up
         self._looked_at = now
         for signal, at in moved_at.items():
             self._moved_at[signal] = min(now, max(at, self._moved_at.get(signal, self._started_at)))
