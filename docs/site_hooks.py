@@ -26,7 +26,7 @@ _TEXT = re.compile(r"(?<=>)[^<>]+(?=<)")
 _LONG_NAME = re.compile(r"\S{16,}")
 _COMMAND = re.compile(r"<code>.*?</code>", re.DOTALL)
 _OPTION = re.compile(r"(?<![\w-])--?\w+(?:-\w+)*")
-_SEAM = re.compile(r"(?<=[_,/:])(?=\w)")
+_SEAM = re.compile(r"(?<=[_,.|/:])(?=\w)")
 _CHANGE = re.compile(r"^\s*(\w+) --> (\w+): (.+)$", re.MULTILINE)
 
 
@@ -46,8 +46,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """MkDocs calls this for each page as HTML. In tables, long names may break after `_` `,` `/` and `:`. An option
-    does not break at all."""
+    """MkDocs calls this for each page as HTML. In tables, long names may break after `_` `,` `.` `|` `/` and `:`. An
+    option does not break at all."""
     output = _CELL.sub(lambda cell: _TEXT.sub(lambda text: _LONG_NAME.sub(with_seams, text[0]), cell[0]), output)
     return _COMMAND.sub(lambda code: _OPTION.sub(r'<span class="option">\g<0></span>', code[0]), output)
 

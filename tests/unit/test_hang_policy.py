@@ -180,7 +180,9 @@ STORIES: dict[str, tuple[dict[str, Any], Looks]] = {
         {"hang_timeout_s": 10.0, "pattern": "x", "progress_every_s": 5.0},
         [
             *[(float(at), {OUTPUT: 1.0, PATTERN: 1.0}, BLIND, False) for at in range(2, 100, 2)],
-            *[(float(at), {OUTPUT: 1, PATTERN: 1}, {}, False) for at in (102, 104, 106)],
+            (102, {OUTPUT: 1, PATTERN: 1}, {}, False),
+            (104, {OUTPUT: 1, PATTERN: 1}, {}, False),
+            (106, {OUTPUT: 1, PATTERN: 1}, {}, False),
             (107, {OUTPUT: 1, PATTERN: 1}, {}, True),
         ],
     ),
