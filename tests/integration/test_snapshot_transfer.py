@@ -39,6 +39,22 @@ def test_a_part_is_fetched_and_a_copy_is_sent() -> None:
         assert other.data_of(copy) == DATA
 
 
+def test_a_part_may_be_sent_again_as_soon_as_it_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the node that took it stands still just after its answer."""
+
+    def send_and_rest(each: peer.Peer, body: bytes) -> None:
+        send(each, body)
+        if body == frames.HELD:
+            time.sleep(0.5)
+
+    send = peer.Peer.send
+    monkeypatch.setattr(peer.Peer, "send", send_and_rest)
+    with nodes({}, {}) as (one, other):
+        for number in (1, 2):
+            one.order("send", number, SNAPSHOT, 0, 4, "127.0.0.1", other.port, fds=(memory_file(b"data"),))
+            assert one.await_said("done", number)
+
+
 @promise(
     "snapshots.tls: If the nodes have certificates, snapshots move through TLS: peers without TLS, with a certificate "
     "of another authority, or between two nodes get nothing."

@@ -331,12 +331,13 @@ class Transfer:
             with self._slot(-1, part, part.bytes) as fd:
                 peer.send(frames.yes(part.bytes))
                 peer.receive_data(fd, part.bytes)
-            peer.send(frames.HELD)
+            answer = frames.HELD
         except _Refused as refused:
-            peer.send(frames.HELD if refused.is_held else frames.no(str(refused)))
+            answer = frames.HELD if refused.is_held else frames.no(str(refused))
         finally:
             with self._lock:
                 self._incoming.discard(key)
+        peer.send(answer)  # Last: a node that has it may send the part once more.
 
 
 def _work(lane: SimpleQueue[Callable[[], None]]) -> NoReturn:
