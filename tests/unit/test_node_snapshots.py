@@ -64,6 +64,18 @@ def test_steps_that_were_reported_and_not_saved_are_lost(reached: int | None, lo
     assert unknown.steps_lost is None
 
 
+@pytest.mark.parametrize("chosen", [None, Chosen(None, problem="lost"), Chosen(STEP_9, needs_reshard=True)])
+@pytest.mark.parametrize(("loaded", "reached"), [(True, None), (False, 12)])
+def test_steps_are_not_counted_once_workers_went_on_without_a_snapshot(
+    chosen: Chosen | None, loaded: bool, reached: int | None
+) -> None:
+    """They may have begun anew, or with a checkpoint of their own."""
+    node, link = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(STEP_9) if loaded else None))
+    for then in (chosen, Chosen(STEP_9)):
+        node.begin(link, Place(1, 4, 1, 2, chosen=then), [], {}, reached)  # type: ignore[arg-type]
+        assert node.steps_lost is None
+
+
 def test_what_is_held_is_said_when_it_joins() -> None:
     node, link = begin(1000, Place(1, 3, 1, 2))
     run = SoloCoordination(None, 0.1)  # type: ignore[arg-type]  # It is not asked.
