@@ -35,6 +35,16 @@ signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
 
+# For `before`: a directory that the user may not enter, as after `cd /root; sudo -u user ...`. Root gives up what lets
+# it enter all the same.
+ENTERS_LOCKED = """
+import ctypes
+os.makedirs("locked", exist_ok=True)
+os.chdir("locked")
+os.chmod(".", 0)
+for capability in range(64):
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+"""
 
 # A line of ours is one write, so it is whole. It need not begin a line: a worker's traceback comes in many writes.
 # What the report says of us ("Stopped by holdfast: rank 0") is no such line.

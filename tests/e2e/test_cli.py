@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import support
-from tests.e2e.command import COMMAND, PACKAGE, Ended, Holdfast
+from tests.e2e.command import COMMAND, ENTERS_LOCKED, PACKAGE, Ended, Holdfast
 from tests.promises import promise, proves
 
 AS_MODULE = (sys.executable, "-m", "holdfast", "run")
@@ -107,6 +107,21 @@ def test_a_rank_that_finished_early_is_mentioned(holdfast: Holdfast) -> None:
     ended = holdfast.run("--nproc-per-node=2", script)
     assert ended.code == 1
     assert ended.last.endswith("): rank 1 had finished with exit code 0 before that")
+
+
+@promise("""workers.starts-directory-locked: A worker starts in the directory of its agent even if the user may not
+    enter it.""")
+@pytest.mark.parametrize("preload", [(), ("--preload=decimal",)], ids=["cold", "warm"])
+def test_a_directory_that_may_not_be_entered(holdfast: Holdfast, preload: tuple[str, ...]) -> None:
+    script = holdfast.script("""
+        import os, sys
+        print(os.getcwd())
+        sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+    """)
+    options = (*preload, "--max-restarts=1", f"{holdfast.directory}/{script}")
+    ended = holdfast.run(*options, before=ENTERS_LOCKED)
+    assert (ended.code, ended.lines) == (0, [f"{holdfast.directory}/locked"] * 2), str(ended)
+    assert "again" not in ended.err, "the template did not end"
 
 
 @proves("workers.python-run-modules-shell")

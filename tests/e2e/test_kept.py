@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import support
-from tests.e2e.command import COMMAND, Ended, Holdfast, Running
+from tests.e2e.command import COMMAND, ENTERS_LOCKED, Ended, Holdfast, Running
 from tests.promises import promise, proves
 
 KEEP = ("--standalone", "--preload=decimal", "--preload-keep=10m")
@@ -273,6 +273,18 @@ def test_a_module_of_the_next_program_stands_before_a_kept_one(kept: Kept) -> No
     run = kept.run(*KEEP, "job.py")
     assert run.out == "the own one\n"
     assert f"the program has its own {kept.holdfast.directory}/decimal.py" in run.err
+
+
+@proves("workers.starts-directory-locked")
+def test_a_directory_that_may_not_be_entered(kept: Kept) -> None:
+    """The kept spawner does not stand in it."""
+    script, locked = f"{kept.holdfast.directory}/job.py", kept.holdfast.directory / "locked"
+    kept.holdfast.script("import os\nprint(os.getcwd())\n")
+    assert kept.run(*KEEP, script, before=ENTERS_LOCKED).out == f"{locked}\n"
+    locked.chmod(0o700)
+    run = kept.run(*KEEP, script, before=ENTERS_LOCKED)
+    assert run.out == f"{locked}\n"
+    assert "the one that was kept is not used: Permission denied" in run.err
 
 
 @promise("""workers.kept-socket: The socket of what is kept belongs to its user alone (mode 0600 in a directory of mode

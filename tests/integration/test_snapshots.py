@@ -468,6 +468,13 @@ else:
     assert rounds.run(SHOW, 2)[1] == ["(3, 2, 0, 'saved')"]  # The next round has a new socket.
 
 
+def test_a_worker_that_has_closed_its_descriptors_gets_an_error(rounds: Rounds) -> None:
+    """As programs do that become daemons."""
+    program = "import os; os.close(snapshots._sock.fileno())"
+    [said] = rounds.run(f"{program}; print(attempt(save, 1, 'x')); print(attempt(snapshots.load))", 1)
+    assert said == ["this worker has no connection to its spawner any more: [Errno 9] Bad file descriptor"] * 2
+
+
 def test_a_worker_of_an_older_round_can_commit_nothing(rounds: Rounds, tmp_path: Path) -> None:
     """It is killed with its round; here its socket is looked at, which it might have left to another process."""
     context = rounds.begin("save(1, 'x'); print('saved', flush=True); import time; time.sleep(600)")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast import signals
 from holdfast.agent import snapshots
 from holdfast.agent.model import Worker
+from holdfast.agent.snapshot_transfers import SnapshotTransfers
 from holdfast.agent.snapshots import NodeSnapshots
 from holdfast.failures.oom import MemoryKills
 from holdfast.rendezvous.membership.model import Chosen, Held, Place, SnapshotId
 from holdfast.rendezvous.solo import SoloCoordination
+from tests.promises import proves
 
 STEP_9 = SnapshotId(1, 2, 9, 4, False)
 
@@ -62,6 +68,54 @@ def test_steps_that_were_reported_and_not_saved_are_lost(reached: int | None, lo
     assert node.steps_lost == lost
     unknown, _ = begin(1000, Place(1, 3, 1, 2), reached)
     assert unknown.steps_lost is None
+
+
+@pytest.mark.parametrize("chosen", [None, Chosen(None, problem="lost"), Chosen(STEP_9, needs_reshard=True)])
+@pytest.mark.parametrize(("loaded", "reached"), [(True, None), (False, 12)])
+def test_steps_are_not_counted_once_workers_went_on_without_a_snapshot(
+    chosen: Chosen | None, loaded: bool, reached: int | None
+) -> None:
+    """They may have begun anew, or with a checkpoint of their own."""
+    node, link = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(STEP_9) if loaded else None))
+    for then in (chosen, Chosen(STEP_9)):
+        node.begin(link, Place(1, 4, 1, 2, chosen=then), [], {}, reached)  # type: ignore[arg-type]
+        assert node.steps_lost is None
+
+
+class StuckLink:
+    """The transfer process writes to a mount that has died, and the user presses Ctrl-C twice."""
+
+    has_peers, is_gone = True, False
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def order_of_snapshots(self, *order: Any) -> None:
+        pass
+
+    def reports(self) -> list[Any]:
+        return []
+
+    def wait(self, timeout_s: float, *, new_signals_only: bool) -> None:
+        assert new_signals_only
+        self.waits.append(timeout_s)
+        if len(self.waits) <= 2:
+            signal.raise_signal(signal.SIGINT)
+        else:
+            time.sleep(timeout_s)
+
+
+@proves("stopping.second-ctrl-kills-once")
+def test_a_second_interrupt_ends_the_wait_for_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    transfers, link = SnapshotTransfers(str(tmp_path), 0, "run"), StuckLink()
+    transfers.attach(link, None)  # type: ignore[arg-type]
+    transfers.begin_last_files()
+    with signals.deferred() as box:
+        transfers.await_last_files(time.monotonic() + 600)
+        assert box.take() is signal.SIGINT
+    assert link.waits[1] > 300
+    assert link.waits[2] < 1
+    assert "not all files were written" in caplog.text
 
 
 def test_what_is_held_is_said_when_it_joins() -> None:

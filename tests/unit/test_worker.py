@@ -84,6 +84,13 @@ def test_how_it_was_stopped(slot: Slot, exitcode: int | None, stop: Ladder | Non
     assert slot.how_stopped() == how
 
 
+@pytest.mark.parametrize(("ended_at", "after"), [(100.31, "0.3"), (99.9, "0"), (102.5, "2.5"), (103.1, "2.5")])
+def test_when_it_was_killed(slot: Slot, ended_at: float, after: str) -> None:
+    """Also before the end of the grace period: after a second Ctrl-C, or by the kernel for memory."""
+    slot.end(-signal.SIGKILL, 1, Ladder(signal.SIGTERM, 2.5, 100.0), ended_at)
+    assert slot.how_stopped() == f"SIGKILL, {after} s after SIGTERM"
+
+
 def test_where_it_stands(slot: Slot) -> None:
     ordered = Slot(1, slot.blackbox_fd)
     assert (ordered.is_underway, ordered.is_running) == (True, False)

@@ -14,13 +14,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from holdfast import escape, loop
+from holdfast import escape, loop, signals
 from holdfast.agent.snapshots import plain
 from holdfast.errors import UserError
 from holdfast.frozen import changed
 from holdfast.log import Logger
 from holdfast.rendezvous.membership.model import Agreed, Chosen, Complete, KeepFrom, Place, SavedSteps, SnapshotOrder
-from holdfast.signals import SignalException
 from holdfast.snapshots import disk
 from holdfast.snapshots.slots import Snapshot, ranges_of
 from holdfast.telemetry.status import HeldParts
@@ -290,13 +289,16 @@ class SnapshotTransfers:
             logger.info("step %d of this node was written to %s", snapshot[2], self._directory)
 
     def await_last_files(self, until: float) -> None:
-        """Blocks until then at most. What is not written by then does not count, and older files stay."""
+        """Blocks until then at most; a second Ctrl-C ends it. What is not written by then does not count, and older
+        files stay."""
         link, files = self._link, self._last_files
-        until = max(until, time.monotonic() + _LAST_MOMENT_S)
-        with contextlib.suppress(SignalException):  # Another signal: the user does not want to wait.
-            while link is not None and files and not link.is_gone and (left_s := until - time.monotonic()) > 0:
-                link.wait(left_s, new_signals_only=True)
-                link.reports()
+        last_moment = time.monotonic() + _LAST_MOMENT_S
+        while link is not None and files and not link.is_gone:
+            end = last_moment if signals.inbox().wants_haste else max(until, last_moment)
+            if (left_s := end - time.monotonic()) <= 0:
+                break
+            link.wait(left_s, new_signals_only=True)
+            link.reports()
         if files:
             logger.warning("not all files were written to %s within the grace period", self._directory)
 

@@ -36,7 +36,8 @@ class NodeSnapshots:
         self._run: Coordination | None = None
         self._made: SnapshotTransfers | None = None
         self.is_over = False  # The run has succeeded: what is held is not needed any more.
-        self.steps_lost: int | None = None  # Steps that were computed again, as far as that is known.
+        self.steps_lost: int | None = None  # Steps that were computed again, if that is known.
+        self._is_counting = True  # Until workers went on without a snapshot.
 
     def begin(
         self,
@@ -61,8 +62,11 @@ class NodeSnapshots:
             self._limit_bytes = memory_bytes() // _SHARE
         chosen, ranks = place.chosen or Chosen(None), [worker.global_rank for worker in workers]
         snapshot = plain(chosen.snapshot)
-        if snapshot is not None:
+        if snapshot is not None and not chosen.needs_reshard:
             self.steps_lost = (self.steps_lost or 0) + max(0, (reached or 0) - snapshot[2])
+        elif (self.steps_lost, reached) != (None, None):
+            self._is_counting = False  # They may begin anew, or with a checkpoint or a `reshard` of their own.
+        self.steps_lost = self.steps_lost if self._is_counting else None
         world_size = next((worker.world_size for worker in workers), 0)
         begin = ("begin", self._limit_bytes, place.term, place.round, world_size, ranks, snapshot, chosen.problem)
         run = self._run

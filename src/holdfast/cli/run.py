@@ -278,6 +278,9 @@ def _unused(args: RunArguments, config: LaunchConfig) -> Iterator[str]:
     is_used = {
         "start_method": args.run_path,
         "restart_window": args.max_restarts > 0,
+        "preload_timeout": bool(args.preload),
+        "preload_only": bool(args.preload),
+        "snapshot_dir": args.snapshot_memory != 0,
         "check_timeout": bool(args.check),
         "check_action": bool(args.check),
         "dashboard_addr": args.dashboard,

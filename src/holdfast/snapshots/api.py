@@ -204,8 +204,8 @@ class Snapshots:
         """The kind, numbers, text and descriptors of the answer."""
         assert self._sock is not None
         self._request = (self._request + 1) & 0xFFFFFFFF
-        self._sock.settimeout(patience_s)
         try:
+            self._sock.settimeout(patience_s)
             self._sock.send(packed(kind, self._request, *numbers))
             while True:
                 packet, fds, _, _ = socket.recv_fds(self._sock, HEAD.size + messages.MOST_TEXT_BYTES, 4)

@@ -34,7 +34,10 @@ def leave_home(spawner: int, directory: bytes | None, cpus: Iterable[int] = ()) 
     if os.getppid() != spawner:
         os._exit(127)  # The spawner died before the kernel knew that we wanted to die with it.
     if directory is not None:
-        os.chdir(directory)
+        try:
+            os.chdir(directory)
+        except PermissionError:
+            pass  # The spawner was started in it, by a user who may not enter it: `cd /root; sudo -u user ...`
     if cpus:
         os.sched_setaffinity(0, cpus)
 

@@ -191,7 +191,7 @@ def attach(modules: Iterable[str], token: str, *, is_early: bool) -> tuple[_sock
         return None
     if not os.path.lexists(path):
         return None
-    os.getcwd()  # If it is gone, only a spawner that was started here stands in it.
+    os.stat(f"{os.getcwd()}/.")  # If it is gone or closed to us, only a spawner that was started here stands in it.
     digests = [digest(), *([digest(**THREADS)] if is_early and not THREADS.keys() & os.environ.keys() else [])]
     fds = (os.pidfd_open(os.getpid()), 1, 2)
     try:

@@ -57,8 +57,7 @@ MARK_PREFIX = b"HOLDFAST_TREE="
 BLAS_THREADS = b"OPENBLAS_NUM_THREADS"
 BLAS_SETTERS = tuple(f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("", "scipy_") for suffix in ("", "64_"))
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/habanalabs", "/dev/neuron", "/dev/davinci")
-THREAD_PATIENCE_S = 0.2
-RANK_ZERO_PATIENCE_S = 0.05
+THREAD_PATIENCE_S, RANK_ZERO_PATIENCE_S = 0.2, 0.05
 # A template is replaced after so many workers, or when it is so much larger than after its imports.
 MOST_FORKS = 10_000
 GROWTH_LIMIT_BYTES = 256 << 20
@@ -238,8 +237,7 @@ class Template:
 
     def objection_to(self, program: str, directory: "bytes | None") -> str:
         """Why workers of this program would not find what they would import themselves; empty if they do."""
-        if directory is not None:
-            os.chdir(directory)
+        enter(directory)
         places = places_of(self.path_of(program))
         if places == self.program_places:
             return ""
@@ -290,8 +288,7 @@ class Template:
         try:
             os.setsid()
             self.sock.close()
-            if directory is not None:
-                os.chdir(directory)
+            enter(directory)
             if cpus:
                 os.sched_setaffinity(0, cpus)
             received = dict(zip(names, others, strict=True))
@@ -348,6 +345,14 @@ class Template:
         omp_threads = os.environ.get("OMP_NUM_THREADS") or str(len(cpus))
         for setter in self.openmp_setters if cpus and omp_threads.isdigit() else ():
             setter(int(omp_threads))
+
+
+def enter(directory: "bytes | None") -> None:
+    try:
+        if directory is not None:
+            os.chdir(directory)
+    except PermissionError:
+        pass  # As in `forked.leave_home`.
 
 
 def places_of(path: "list[str]") -> "list[str]":

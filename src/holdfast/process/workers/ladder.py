@@ -35,7 +35,7 @@ class Ladder:
 
     def __init__(self, number: Signals, grace_s: float, now: float, *, has_hooked: bool = False) -> None:
         self.signal = number
-        self.grace_s = grace_s
+        self.began_at, self.grace_s = now, grace_s
         self.is_killed = False
         self._kill_at = now + grace_s
         self._hooks_until = now + grace_s / 2 if has_hooked else None

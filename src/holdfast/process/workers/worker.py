@@ -197,7 +197,10 @@ class Slot:
         if self.exitcode in (0, -self.stop.signal):
             return name
         if self.exitcode == -signal.SIGKILL:
-            return f"SIGKILL, {self.stop.grace_s:g} s after {name}"
+            after_s = self.stop.grace_s  # Less after a second Ctrl-C, or if it was killed by another process.
+            if self.ended_at is not None:
+                after_s = min(after_s, max(0.0, round(self.ended_at - self.stop.began_at, 1)))
+            return f"SIGKILL, {after_s:g} s after {name}"
         return f"{name}, exit code {self.exitcode}"
 
     def has_returned(self) -> bool:
