@@ -16,7 +16,7 @@ import pytest
 
 from holdfast import stdio
 from holdfast.agent.control import ControlSocket
-from holdfast.cli import attach, runs, status
+from holdfast.cli import attach, runs, status, stop
 from holdfast.errors import HostError
 from holdfast.frozen import changed
 from holdfast.observe import ask, run_view, words
@@ -267,7 +267,7 @@ def test_a_run_whose_agent_does_not_answer_counts_as_one(monkeypatch: pytest.Mon
     for args in (["my job"], ["--rdzv-id", "my job"]):
         assert open_run(monkeypatch, {6: "other"}, *args).name == "my job"
     for name in ("other", "6"):
-        with pytest.raises(HostError, match=r"agent 6 does not answer; it may be stopped \(run other\)"):
+        with pytest.raises(HostError, match=r"agent 6 of run other does not answer; .* `kill -CONT 6`"):
             open_run(monkeypatch, {6: "other"}, name)
     with pytest.raises(HostError, match="'third' is not found on this host"):
         open_run(monkeypatch, {6: "other"}, "third")
@@ -279,3 +279,8 @@ def test_two_runs_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(runs.SeveralRuns, match="name one by the pid of its agent: 5, 7"):
             open_run(monkeypatch, {}, *args, pids=(5, 7))
     assert open_run(monkeypatch, {}, "7", pids=(5, 7)).name == "my job"
+
+
+def test_a_run_whose_name_has_several_lines_is_one_line_of_the_answer() -> None:
+    args = stop.get_parser().parse_args(["a\nb"])
+    assert runs.told_text({"text": "run a\nb has ended"}, args) == "run a\\nb has ended\n"
