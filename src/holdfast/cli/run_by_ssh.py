@@ -95,7 +95,7 @@ def run(args: Any) -> None:
 
 def _detach(args: Any, job: JobSpec) -> None:
     """The same command in a session of its own. Returns when it has started the agents, and ends with it otherwise."""
-    path = os.path.join(job.directory, f"holdfast-{job.run_id}.out")
+    path = os.path.join(job.directory, f"holdfast-{job.run_id.replace('/', '_')}.out")
     words = [word for name, word in args.given.items() if name not in ("detach", "rdzv_id")]
     own = [f"--rdzv-id={job.run_id}", "--", args.training_script, *args.training_script_args]
     reader, writer = os.pipe()
