@@ -127,7 +127,7 @@ def reason_in(args: argparse.Namespace, program: str) -> str:
 
 
 def told_text(told: Mapping[str, Any], args: argparse.Namespace) -> str:
-    """What a command has done: its `text` for people, all of it for programs."""
+    """What a command has done: its `text`, one line, for people, and all of it for programs."""
     return json.dumps(told) + "\n" if args.json else f"{escape.one_line(told['text'])}\n"
 
 
