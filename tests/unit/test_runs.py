@@ -103,7 +103,7 @@ def test_attach_to_a_file_without_a_reader_of_it(
     """`holdfast attach | head` is no error, and a FIFO in the place of the file would hold the command up for ever."""
     path = tmp_path / "out"
     os.mkfifo(path) if is_pipe else path.write_text("a line\n")
-    served = ControlSocket("job7", {"attach": lambda request: str(path)})
+    served = ControlSocket("job7", {"attach": lambda request: f"0:{path}"})
     opened.callback(served.close)
     found = FoundAgent(served.path, os.getpid(), os.geteuid(), AgentStatus("job7"))
     monkeypatch.setattr(LocalRun, "local_agents", lambda run: [found])
@@ -115,6 +115,27 @@ def test_attach_to_a_file_without_a_reader_of_it(
     monkeypatch.setattr(stdio, "write_some", refuse)
     assert attach.main(["job7"]) == code
     assert capsys.readouterr().err.endswith(line) if line else capsys.readouterr().err == ""
+
+
+class Ended:
+    """The question for the end of a run that has ended."""
+
+    def __init__(self, fd: int) -> None:
+        self.fileno = lambda: fd
+
+    def answer(self) -> dict[str, Any]:
+        return {"result": {"exit_code": 3}}
+
+
+def test_attach_shows_no_output_of_an_earlier_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out"
+    path.write_text("of yesterday\nof today\n")
+    reader, writer = os.pipe()
+    os.close(writer)
+    end: Any = Ended(reader)
+    assert attach._show(str(path), len("of yesterday\n"), end, "job7") == 3
+    os.close(reader)
+    assert capfd.readouterr().out == "of today\n"
 
 
 def test_an_agent_cannot_speak_for_another_process(opened: ExitStack) -> None:
