@@ -38,11 +38,11 @@ def parts(node: ast.expr, named: dict[str, str]) -> list[str]:
 
 
 def printed(node: ast.AST) -> ast.expr | None:
-    """The message, if the node logs a warning or raises one of the errors."""
+    """The message, if the node logs a warning or makes one of the errors."""
     match node:
         case ast.Call(func=ast.Attribute(value=log, attr=attr), args=[first, *_]) if attr in LEVELS:
             return first if ast.unparse(log).lower().endswith(("log", "logger", "')")) else None
-        case ast.Raise(exc=ast.Call(func=func, args=[first, *_])) if ast.unparse(func).split(".")[-1] in ERRORS:
+        case ast.Call(func=func, args=[first, *_]) if ast.unparse(func).split(".")[-1] in ERRORS:
             return first
     return None
 

@@ -20,7 +20,7 @@ from typing import NoReturn  # noqa: E402
 
 def main() -> int:
     _occupy_standard_streams()
-    is_run = sys.argv[1:2] in (["run"], ["adopted-run"])
+    is_run = sys.argv[1:2] in (["run"], ["adopted-run"], ["adopted-torchrun"])
     try:
         from holdfast import signals
 

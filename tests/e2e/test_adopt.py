@@ -65,8 +65,10 @@ def script_of(name: str) -> str:
         ((PYTHON, "-m", "torch.distributed.launch"), " --local-rank={}"),
         ((PYTHON, "-m", "torch.distributed.launch", "--use_env"), ""),
         (("sh", "-c", 'exec torchrun "$@"', "sh"), ""),
+        ((PYTHON, "-m", "cProfile", "-o", os.devnull, "-m", "torch.distributed.run"), ""),
+        ((PYTHON, "-m", "cProfile", "-o", os.devnull, "-m", "torch.distributed.launch"), " --local-rank={}"),
     ],
-    ids=["torchrun", "run", "options", "launch", "use-env", "shell"],
+    ids=["torchrun", "run", "options", "launch", "use-env", "shell", "profiled", "profiled-launch"],
 )
 def test_commands(holdfast: Holdfast, command: tuple[str, ...], first_argument: str) -> None:
     ended = adopt(holdfast, *command, "--nproc_per_node=2", holdfast.script(SHOW), "--local-rank")
@@ -175,6 +177,9 @@ def test_another_python_runs_the_workers_that_torchrun_would_have_run(holdfast: 
     for command in (("torchrun",), (python, "-m", "torch.distributed.run")):
         ended = holdfast.run(*command, script, command=ADOPT, env=path)
         assert (ended.code, ended.lines) == (0, [python]), str(ended)
+    for module in ("torch.distributed.run", "torch.distributed.launch"):
+        ended = holdfast.run(PYTHON, "-m", module, script, command=ADOPT, env=path)
+        assert (ended.code, ended.lines) == (0, [PYTHON]), str(ended)
     ended = holdfast.run(python, "-c", "import torch", command=ADOPT, env=path)
     assert ended.code == 1
     assert f"never called torchrun, so nothing was adopted (torch is not installed for {python})" in ended.last
@@ -255,6 +260,9 @@ def test_commands_that_cannot_be_started(holdfast: Holdfast) -> None:
         2, ["holdfast adopt: error: cannot start 'no-such-program': it was not found on PATH"],
     )  # fmt: skip
     assert adopt(holdfast, f"./{holdfast.script('no program', 'odd', executable=True)}").code == 1
+    holdfast.script("", "job.py")
+    assert adopt(holdfast, "job.py").last.endswith("it was not found on PATH, but ./job.py exists; write that")
+    assert adopt(holdfast, "./job.py").last.endswith("cannot start './job.py': it is not an executable file")
     assert list(holdfast.temporary.iterdir()) == []
 
 

@@ -265,3 +265,12 @@ def test_the_launchers_own_error_file_tells_of_its_own_errors(holdfast: Holdfast
     ended = holdfast.run("nothing.py", env={"TORCHELASTIC_ERROR_FILE": str(own)})
     assert ended.code == 2
     assert json.loads(own.read_text())["message"]["message"] == "UserError: script 'nothing.py' does not exist"
+
+
+def test_a_detached_run_shows_its_own_output_only(holdfast: Holdfast) -> None:
+    """The file is named after the run, and may have the output of an earlier one of that name."""
+    words = ("--hosts=node1", "--ssh=false", "--detach", "--rdzv-id=team/night", holdfast.script("pass"))
+    first, second = (holdfast.run(*words) for _ in range(2))
+    assert (first.code, len(first.own)) == (1, 1), first
+    assert second.own == first.own
+    assert (holdfast.directory / "holdfast-team_night.out").read_text().splitlines() == [*first.own, *second.own]

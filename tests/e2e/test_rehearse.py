@@ -129,6 +129,18 @@ def test_a_host_that_cannot_be_reached_ends_a_rehearsal(holdfast: Holdfast) -> N
     assert "a: the connection has ended" in ended.last
 
 
+def test_modules_are_found_from_the_directory_of_the_command(holdfast: Holdfast) -> None:
+    holdfast.script("import beside", "job.py")
+    (holdfast.directory / "site").mkdir()
+    (holdfast.directory / "site" / "beside.py").write_text("print('both found')\n")
+    ended = holdfast.run(
+        "--expect-output=both found", "-m", "job", command=(COMMAND, "rehearse"), env={"PYTHONPATH": "site"},
+        deadline_s=100,
+    )  # fmt: skip
+    assert "undisturbed" in ended.out
+    assert "no fault was tried" not in ended.out, ended
+
+
 def test_a_job_that_fails_undisturbed_shows_its_output(holdfast: Holdfast) -> None:
     ended = rehearse(holdfast, holdfast.script("raise SystemExit('no data')"))
     assert ended.code == 1

@@ -395,7 +395,7 @@ def test_a_host_that_cannot_be_reached_is_not_waited_for(cluster: Ssh) -> None:
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_run_that_goes_on_without_its_terminal(cluster: Ssh, is_stopped: bool) -> None:
     environ = {**os.environ, **cluster.holdfast.environment()}
-    program, run_id = ("job.py", str(cluster.mailbox), str(cluster.done), "wait"), uuid.uuid4().hex
+    program, run_id = ("job.py", str(cluster.mailbox), str(cluster.done), "wait"), f"team/{uuid.uuid4().hex}"
     started = cluster.holdfast.start(
         *cluster.command[2:], "--detach", f"--rdzv-id={run_id}", *program, command=(COMMAND, "run")
     )

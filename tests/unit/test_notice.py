@@ -26,6 +26,7 @@ from holdfast.agent.lifecycle import (
 from holdfast.agent.notice import NoticeSettings, request_in, settings_of, words
 from holdfast.agent.notice_file import NoticeFile
 from holdfast.agent.notice_plan import NoticePlan
+from holdfast.cli import notice, runs
 from holdfast.errors import HostError, UserError
 from holdfast.rendezvous.membership.model import End, GoingAway, NoticeRequest, Place, Sealed
 from holdfast.telemetry import notice_http
@@ -301,6 +302,16 @@ def test_a_health_port_without_an_agent_is_one_error() -> None:
                 notice_http.post("127.0.0.1", server.port, {"in_s": 1}, key)
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("argv", [["--node", ""], ["--node", " ,"], ["--health-address", ""]])
+def test_a_node_without_a_name_is_not_this_one(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a script types it whose variable is not set."""
+    monkeypatch.setattr(runs, "open_run", lambda args: pytest.fail("the nodes of this host would go away"))
+    assert notice.main(["job7", *argv]) == 2
+    assert "'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("body", "status"), [(b"", 200), (b"[]", 400), (b"{", 400), (b'{"bad": 1}', 400)])

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast import stdio
 from holdfast.agent.control import ControlSocket
-from holdfast.cli import attach, runs, status
+from holdfast.cli import attach, runs, status, stop
 from holdfast.errors import HostError
 from holdfast.frozen import changed
 from holdfast.observe import ask, run_view, words
@@ -103,7 +103,7 @@ def test_attach_to_a_file_without_a_reader_of_it(
     """`holdfast attach | head` is no error, and a FIFO in the place of the file would hold the command up for ever."""
     path = tmp_path / "out"
     os.mkfifo(path) if is_pipe else path.write_text("a line\n")
-    served = ControlSocket("job7", {"attach": lambda request: str(path)})
+    served = ControlSocket("job7", {"attach": lambda request: f"0:{path}"})
     opened.callback(served.close)
     found = FoundAgent(served.path, os.getpid(), os.geteuid(), AgentStatus("job7"))
     monkeypatch.setattr(LocalRun, "local_agents", lambda run: [found])
@@ -115,6 +115,27 @@ def test_attach_to_a_file_without_a_reader_of_it(
     monkeypatch.setattr(stdio, "write_some", refuse)
     assert attach.main(["job7"]) == code
     assert capsys.readouterr().err.endswith(line) if line else capsys.readouterr().err == ""
+
+
+class Ended:
+    """The question for the end of a run that has ended."""
+
+    def __init__(self, fd: int) -> None:
+        self.fileno = lambda: fd
+
+    def answer(self) -> dict[str, Any]:
+        return {"result": {"exit_code": 3}}
+
+
+def test_attach_shows_no_output_of_an_earlier_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out"
+    path.write_text("of yesterday\nof today\n")
+    reader, writer = os.pipe()
+    os.close(writer)
+    end: Any = Ended(reader)
+    assert attach._show(str(path), len("of yesterday\n"), end, "job7") == 3
+    os.close(reader)
+    assert capfd.readouterr().out == "of today\n"
 
 
 def test_an_agent_cannot_speak_for_another_process(opened: ExitStack) -> None:
@@ -267,7 +288,7 @@ def test_a_run_whose_agent_does_not_answer_counts_as_one(monkeypatch: pytest.Mon
     for args in (["my job"], ["--rdzv-id", "my job"]):
         assert open_run(monkeypatch, {6: "other"}, *args).name == "my job"
     for name in ("other", "6"):
-        with pytest.raises(HostError, match=r"agent 6 does not answer; it may be stopped \(run other\)"):
+        with pytest.raises(HostError, match=r"agent 6 of run other does not answer; .* `kill -CONT 6`"):
             open_run(monkeypatch, {6: "other"}, name)
     with pytest.raises(HostError, match="'third' is not found on this host"):
         open_run(monkeypatch, {6: "other"}, "third")
@@ -279,3 +300,8 @@ def test_two_runs_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(runs.SeveralRuns, match="name one by the pid of its agent: 5, 7"):
             open_run(monkeypatch, {}, *args, pids=(5, 7))
     assert open_run(monkeypatch, {}, "7", pids=(5, 7)).name == "my job"
+
+
+def test_a_run_whose_name_has_several_lines_is_one_line_of_the_answer() -> None:
+    args = stop.get_parser().parse_args(["a\nb"])
+    assert runs.told_text({"text": "run a\nb has ended"}, args) == "run a\\nb has ended\n"

@@ -70,5 +70,8 @@ def test_an_export_is_told_to_programs_too(
     monkeypatch.setattr(run_view, "look", lambda run: RunView("job7", 0.0, agents=agents))
     assert snapshots.main(["job7", "--export", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["text"].splitlines() == [f"{name}: wrote its part of step 9 to {tmp_path}/step-9" for name in "ab"]
+    lines = [f"{name}: wrote its part of step 9 to {tmp_path}/step-9" for name in "ab"]
+    assert told["text"].splitlines() == lines
     assert (told["step"], told["directory"], told["nodes"]) == (9, f"{tmp_path}/step-9", ["a", "b"])
+    assert snapshots.main(["job7", "--export", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == lines

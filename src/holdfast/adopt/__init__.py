@@ -9,7 +9,8 @@ the end whether the program has called torchrun at all:
 
     torchrun ...                             the script in PATH
     python -m torch.distributed.run ...      the hook sees it at the interpreter's start, before torch is imported
-    import torch.distributed.run             the hook answers the import with a module that stands for ours
+    import torch.distributed.run             the hook answers the import with a module that stands for ours, and a
+                                             debugger that runs a module gets a program that is ours
 
 Workers inherit none of it (`process.adoption`): a script that imports torch's launcher itself gets torch's.
 """
@@ -28,7 +29,7 @@ _TORCHRUN = """#!/bin/sh
 # torchrun, which is holdfast here.
 [ -n "${variable}" ] || {variable}={directory}
 export {variable}
-exec {python} -P -m holdfast adopted-run "$@"
+exec {python} -P -m holdfast adopted-torchrun "$@"
 """
 _SITECUSTOMIZE = """# Has this Python find holdfast behind the names of torch's launcher.
 import os, sys

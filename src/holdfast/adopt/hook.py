@@ -98,13 +98,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        try:
-            importlib.import_module("holdfast.errors")
-        except ImportError as error:
-            raise ImportError(
-                f"holdfast adopt cannot answer for {spec.name}: {sys.executable} has no holdfast ({error}); "
-                "install it there, too"
-            ) from error
+        _check_holdfast(spec.name)
         target = importlib.import_module(ALIASES[spec.name])
         if spec.name in _LAUNCHERS:
             note(f"{USED}import {spec.name}")
@@ -112,6 +106,24 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing is left to be done."""
+
+    def get_code(self, name: str) -> types.CodeType | None:
+        """For `runpy`, by which debuggers and profilers run a module in their own process."""
+        if name not in _COMMANDS:
+            return None
+        _check_holdfast(name)
+        words = f"[{_COMMANDS[name]!r}, *sys.argv[1:]]"
+        return compile(f"import sys, holdfast.cli.main as own; sys.exit(own.main({words}))", f"<{name}>", "exec")
+
+
+def _check_holdfast(name: str) -> None:
+    try:
+        importlib.import_module("holdfast.errors")
+    except ImportError as error:
+        raise ImportError(
+            f"holdfast adopt cannot answer for {name}: {sys.executable} has no holdfast ({error}); "
+            "install it there, too"
+        ) from error
 
 
 def note(line: str) -> None:

@@ -1,4 +1,4 @@
-"""`torchrun` and `python -m torch.distributed.launch` of an adopted command, and what `import
+"""`torchrun` and `python -m torch.distributed.run` or `.launch` of an adopted command, and what `import
 torch.distributed.launch` gets there.
 
 The older front end differs from torchrun in one thing: without `--use-env` every worker has `--local-rank=N` as its
@@ -61,8 +61,14 @@ def launch_command(args: Sequence[str]) -> int:
 
 
 def run_command(args: Sequence[str]) -> int:
-    """`holdfast adopted-run`: torchrun. Workers run under the Python of the torchrun that is replaced, as far as it can
-    be found."""
+    """`holdfast adopted-run`."""
+    hook.note(f"{hook.USED}python -m torch.distributed.run")
+    return cli_run.command(args)
+
+
+def torchrun_command(args: Sequence[str]) -> int:
+    """`holdfast adopted-torchrun`. Workers run under the Python of the torchrun that is replaced, as far as it can be
+    found."""
     hook.note(f"{hook.USED}torchrun")
     python = _interpreter_of_torchrun()
     if python and hook.place_of(python) != hook.place_of(sys.executable):

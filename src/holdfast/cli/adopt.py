@@ -93,7 +93,10 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """The exit code of the command, 128+n if a signal has ended it."""
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
-        raise UserError("no such program" if "/" in command[0] else "it was not found on PATH")
+        exists = os.path.exists(command[0])
+        if "/" in command[0]:
+            raise UserError("it is not an executable file" if exists else "no such program")
+        raise UserError(f"it was not found on PATH{f', but ./{command[0]} exists; write that' if exists else ''}")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_FORWARDED, signal.SIGCHLD))
     early = signals.inbox().take()
     signals.inbox().handle(())  # From here on signals wait, and are taken below.

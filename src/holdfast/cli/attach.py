@@ -1,7 +1,7 @@
 """`holdfast attach`: shows the output of a run that `holdfast run --hosts --detach` has started, and ends with it.
 
-The command that owns the run writes to a file and has a control socket (`hosts.ssh.questions`). This one shows the
-file from its beginning, and asks the socket for the end.
+The command that owns the run writes to a file and has a control socket (`hosts.ssh.questions`). This one shows what the
+file has of this run, and asks the socket for the end.
 """
 
 from __future__ import annotations
@@ -55,18 +55,20 @@ def main(argv: Sequence[str]) -> int:
 def _followed(run: Any) -> int:
     for agent in run.local_agents() if isinstance(run, LocalRun) else ():
         try:
-            path = Question(agent.socket, {"command": "attach"}).answer().get("result")
+            place = Question(agent.socket, {"command": "attach"}).answer().get("result")
             end = Question(agent.socket, {"command": "end"})
         except (OSError, ValueError):
             continue
-        if path:
-            return _show(path, end, run.name)
+        begin, _, path = str(place or "").partition(":")
+        if path and begin.isdecimal():
+            return _show(path, int(begin), end, run.name)
         end.close()
     raise HostError(f"run {run.name!r} was not started with --hosts and --detach on this host")
 
 
-def _show(path: str, end: Question, name: str) -> int:
+def _show(path: str, begin: int, end: Question, name: str) -> int:
     with open_left_file(path) as output:
+        output.seek(begin)
         has_ended = False
         while not has_ended:
             has_ended = loop.is_readable(end.fileno())

@@ -38,6 +38,7 @@ COMMANDS = {
 
 # Commands that holdfast itself starts, by this name, in adopted programs.
 _INTERNAL = {
+    "adopted-torchrun": "holdfast.adopt.launch:torchrun_command",
     "adopted-run": "holdfast.adopt.launch:run_command",
     "adopted-launch": "holdfast.adopt.launch:launch_command",
 }

@@ -43,11 +43,11 @@ def get_parser() -> PlainParser:
     parser.add_argument("--in", dest="in_s", type=argument(notice_time_s), default=120.0, metavar="TIME",
                         help="in how long; 0 is now (default: 2m)")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--node", default="", metavar="NAME,...", help="these nodes of the run: by id, host or rank")
+    which.add_argument("--node", metavar="NAME,...", help="these nodes of the run: by id, host or rank")
     which.add_argument("--whole-run", action="store_true", help="all nodes of the run")
     parser.add_argument("--withdraw", action="store_true", help="take the notice back")
     parser.add_argument("--reason", default="", metavar="TEXT", help="what every node's agent says")
-    parser.add_argument("--health-address", default="", metavar="HOST:PORT", help="ask the agent at that health port "
+    parser.add_argument("--health-address", metavar="HOST:PORT", help="ask the agent at that health port "
                         "(--health-port of `holdfast run`)")  # fmt: skip
     return parser
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _give(args: argparse.Namespace) -> str:
-    return runs.told_text(_by_http(args) if args.health_address else _by_run(args), args)
+    return runs.told_text(_by_run(args) if args.health_address is None else _by_http(args), args)
 
 
 def _said(args: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +71,9 @@ def _when(args: argparse.Namespace, count: int = 1) -> str:
 
 
 def _by_run(args: argparse.Namespace) -> dict[str, Any]:
-    names = [name.strip() for name in args.node.split(",") if name.strip()]
+    names = [name.strip() for name in (args.node or "").split(",") if name.strip()]
+    if args.node is not None and not names:
+        raise UserError(f"--node {args.node!r} names no node")
     if args.rdzv_endpoint is not None and not names and not args.whole_run:
         raise UserError("--rdzv-endpoint needs --node NAME or --whole-run: this host may be no node of the run")
     run = runs.open_run(args)
@@ -111,7 +113,7 @@ def _by_http(args: argparse.Namespace) -> dict[str, Any]:
     from holdfast.rendezvous.membership import keys
     from holdfast.telemetry import notice_http
 
-    if args.node or args.rdzv_endpoint is not None:
+    if args.node is not None or args.rdzv_endpoint is not None:
         raise UserError("--health-address names the node; leave --node and --rdzv-endpoint out")
     name, token = runs.name_in(args), settings.read_token(args.token_file)
     if token is not None and not name:

@@ -113,6 +113,7 @@ def _rehearse(args: RunArguments) -> int:
             "not --here"
         )
     job = _job(args)
+    _find_modules_from_here(args)
     home = _home(asked.keep)
     rehearsals = _Rehearsals(job, home, asked, where)
     try:
@@ -170,6 +171,14 @@ def _job(args: RunArguments) -> JobSpec:
     job = job_of(args, own, sys.executable)
     script, *rest = job.program
     return changed(job, program=(os.path.abspath(script) if os.path.exists(script) else script, *rest))
+
+
+def _find_modules_from_here(args: RunArguments) -> None:
+    """The trials have other working directories."""
+    before = os.environ.get("PYTHONPATH")
+    places = [*([""] if args.module else []), *(before.split(":") if before else [])]
+    if places:
+        os.environ["PYTHONPATH"] = ":".join(map(os.path.abspath, places))
 
 
 def _tried(args: RunArguments, rehearsals: _Rehearsals, fault: Fault, undisturbed: Seen) -> Trial:

@@ -31,7 +31,7 @@ log = Logger(__name__)
 
 _HOSTFILE_BYTES = 1 << 20
 _DISCOVERY_S = 30.0
-_DETACHED_VARIABLE = "HOLDFAST_DETACHED"  # A descriptor, to tell that the agents have been started, and the output.
+_DETACHED_VARIABLE = "HOLDFAST_DETACHED"  # A descriptor, for the start of the agents, and `HostsJob.output`.
 _READY = b"1"
 _LONGEST_TIMEOUT_S = 86400.0  # The waits of ssh and of the system have limits, too.
 # Options that each agent gets as this command settles them.
@@ -95,12 +95,13 @@ def run(args: Any) -> None:
 
 def _detach(args: Any, job: JobSpec) -> None:
     """The same command in a session of its own. Returns when it has started the agents, and ends with it otherwise."""
-    path = os.path.join(job.directory, f"holdfast-{job.run_id}.out")
+    path = os.path.join(job.directory, f"holdfast-{job.run_id.replace('/', '_')}.out")
     words = [word for name, word in args.given.items() if name not in ("detach", "rdzv_id")]
     own = [f"--rdzv-id={job.run_id}", "--", args.training_script, *args.training_script_args]
     reader, writer = os.pipe()
-    environ = {**os.environ, _DETACHED_VARIABLE: f"{writer}:{path}"}
     with open(path, "ab") as output:
+        begin = output.tell()  # Behind the output of an earlier run of that name.
+        environ = {**os.environ, _DETACHED_VARIABLE: f"{writer}:{begin}:{path}"}
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "holdfast", "run", *words, *own], stdin=subprocess.DEVNULL, stdout=output,
             stderr=output, start_new_session=True, pass_fds=[writer], env=environ,
@@ -116,6 +117,7 @@ def _detach(args: Any, job: JobSpec) -> None:
     if not is_started:
         code = process.wait()
         with open(path, encoding="utf-8", errors="replace") as file:
+            file.seek(begin)
             raise JobFailed(code or 1, file.read())
     log.info("run %s goes on in the background; its output goes to %s", job.run_id, path)
     log.info("`holdfast attach %s` shows it, and `holdfast stop %s` ends it", job.run_id, job.run_id)

@@ -82,7 +82,7 @@ def open_run(args: argparse.Namespace) -> LocalRun | RemoteRun:
     if len(names) > 1:
         raise SeveralRuns(f"there are several runs on this host, name one: {', '.join(sorted(names))}")
     if not agents and silent:
-        raise _no_answer(silent)
+        raise no_answer(*next(iter(silent.items())))
     if not agents:
         raise HostError(f"no run is found on this host{as_whom()}; ask another host's with --rdzv-endpoint")
     return LocalRun(_told_apart(agents))
@@ -105,17 +105,14 @@ def _of_name(agents: list[FoundAgent], silent: Mapping[int, str], name: str) -> 
     if found:
         return found
     if meant := {pid: run for pid, run in silent.items() if run == control.name_in_path(name) or name == str(pid)}:
-        raise _no_answer(meant)
+        raise no_answer(*next(iter(meant.items())))
     known = ", ".join(sorted({agent.status.run_id for agent in agents}))
     raise HostError(f"run {name!r} is not found on this host{as_whom()}{f'; there are {known}' if known else ''}")
 
 
-def _no_answer(silent: Mapping[int, str]) -> HostError:
-    return HostError(silent_text(*next(iter(silent.items()))))
-
-
-def silent_text(pid: int, run: str) -> str:
-    return f"agent {pid} does not answer; it may be stopped (run {run})"
+def no_answer(pid: int, run: str) -> HostError:
+    return HostError(f"agent {pid} of run {run} does not answer; it may be stopped: `kill -CONT {pid}` continues it, "
+                     f"`kill -9 {pid}` ends it and its workers")  # fmt: skip
 
 
 def reason_in(args: argparse.Namespace, program: str) -> str:
@@ -130,8 +127,8 @@ def reason_in(args: argparse.Namespace, program: str) -> str:
 
 
 def told_text(told: Mapping[str, Any], args: argparse.Namespace) -> str:
-    """What a command has done: its `text` for people, all of it for programs."""
-    return json.dumps(told) + "\n" if args.json else f"{told['text']}\n"
+    """What a command has done: its `text`, one line, for people, and all of it for programs."""
+    return json.dumps(told) + "\n" if args.json else f"{escape.one_line(told['text'])}\n"
 
 
 def as_whom() -> str:

@@ -68,7 +68,8 @@ def _show(args: argparse.Namespace) -> str:
         raise HostError("no node has answered")
     if args.export is None:
         return _text(nodes, args)
-    return runs.told_text(_export(run, view, nodes, args.export), args)
+    told = _export(run, view, nodes, args.export)
+    return json.dumps(told) + "\n" if args.json else f"{told['text']}\n"
 
 
 def _complain(text: str) -> None:

@@ -89,7 +89,7 @@ def _list(args: argparse.Namespace) -> str:
     agents, silent = ask.find(of_all_users=args.all_users)
     agents.sort(key=lambda each: (each.status.run_id, each.pid))
     for pid, name in silent.items():
-        console.write_error(PROGRAM_PS, runs.silent_text(pid, name))
+        console.write_error(PROGRAM_PS, str(runs.no_answer(pid, name)))
     if args.json:
         told = [{**plain(each.status), "socket": each.socket, "uid": each.uid} for each in agents]
         return json.dumps(told, indent=2) + "\n"

@@ -109,7 +109,8 @@ def _exchange(
         answer = connection.getresponse()
         found = json.loads(answer.read(1 << 16))
     except (OSError, HTTPException, ValueError, RecursionError) as error:
-        raise HostError(f"no answer from the health port {host}:{port}: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise HostError(f"no answer from the health port {host}:{port}: {why}") from None
     finally:
         connection.close()
     if answer.status != 200 or not isinstance(found, dict):

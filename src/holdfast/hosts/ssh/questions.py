@@ -46,7 +46,7 @@ class Questions:
 
     @contextlib.contextmanager
     def served(self, outcome: Callable[[], Outcome | None]) -> Iterator[None]:
-        """`attach` gives the file that has the output of a command without a terminal."""
+        """`attach` gives the place of the output of a command without a terminal (`HostsJob.output`)."""
         passed_on = dict.fromkeys(_COMMANDS, self._passed_on)
         own = {"status": self._status, "notice": self._notice, "attach": lambda _: self._output}
         commands = {**own, **passed_on}

@@ -47,7 +47,7 @@ class HostsJob:
     beyond the largest number of nodes has none. `needs_place`: the nodes meet at one of the hosts, and all get
     `place_options`, too; else `place` is where the user lets them meet. `rejoins`: lost hosts are tried again.
     `discover` gives the hosts that there are now. `when_started` is called once the first agents are started.
-    `output` is the file that has the output, if there is one."""
+    `output` is `BYTE:PATH`: where the output begins in the file that has it, if there is one."""
 
     job: JobSpec
     hosts: tuple[Host, ...]
