@@ -29,7 +29,7 @@ COLUMNS = 108
 LONGEST_PAUSE_S = 0.8
 TUTORIAL = (
     "holdfast run --nnodes 1:2 --nproc-per-node 2 --rdzv-backend tcp --rdzv-endpoint 127.0.0.1:29400 --rdzv-id job7 "
-    "--max-restarts 3 --preload torch train.py"
+    "--token-file token --max-restarts 3 --preload torch train.py"
 )
 _SGR = re.compile(r"\x1b\[([\d;]*)m")
 _OTHER_CODES = re.compile(r"\x1b(?:\[[\d;?]*[A-Za-ln-z]|\][^\x07]*\x07|[=>])")
@@ -67,6 +67,8 @@ def lost_node() -> tuple[str, list[Line]]:
             r"^```python\n(.*?)^```$", (ROOT / "docs/tutorial.md").read_text(), re.MULTILINE | re.DOTALL
         )[1]
         Path(folder, "train.py").write_text(script)
+        with Path(folder, "token").open("w") as file:
+            subprocess.run(words("holdfast token"), stdout=file, check=True)
         with background(TUTORIAL, folder) as second:
             lines = recorded(TUTORIAL, folder, when=("step 29,", second.kill))
     return "A node is lost, and the training goes on without a lost step", lines
