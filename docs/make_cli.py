@@ -63,6 +63,7 @@ _WORKER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("TORCHELASTIC_SIGNALS_TO_HANDLE", "what `--signals-to-handle` says"),
     ("TORCHELASTIC_TIMER_FILE", "the pipe of the watchdog, if there is one"),
     ("HOLDFAST_ROUND", "a number that grows with every new world, whatever the reason"),
+    ("HOLDFAST_NOTICE_FILE", "a file that appears when a node of the run is to go away ([notice.md](notice.md))"),
     ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1, unless the environment of holdfast says otherwise"),
     (
         "OMP_NUM_THREADS",

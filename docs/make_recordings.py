@@ -29,7 +29,7 @@ COLUMNS = 108
 LONGEST_PAUSE_S = 0.8
 TUTORIAL = (
     "holdfast run --nnodes 1:2 --nproc-per-node 2 --rdzv-backend tcp --rdzv-endpoint 127.0.0.1:29400 --rdzv-id job7 "
-    "--max-restarts 3 --preload torch train.py"
+    "--token-file token --max-restarts 3 --preload torch train.py"
 )
 _SGR = re.compile(r"\x1b\[([\d;]*)m")
 _OTHER_CODES = re.compile(r"\x1b(?:\[[\d;?]*[A-Za-ln-z]|\][^\x07]*\x07|[=>])")
@@ -67,8 +67,12 @@ def lost_node() -> tuple[str, list[Line]]:
             r"^```python\n(.*?)^```$", (ROOT / "docs/tutorial.md").read_text(), re.MULTILINE | re.DOTALL
         )[1]
         Path(folder, "train.py").write_text(script)
-        with background(TUTORIAL, folder) as second:
-            lines = recorded(TUTORIAL, folder, when=("step 29,", second.kill))
+        with Path(folder, "token").open("w") as file:
+            subprocess.run(words("holdfast token"), stdout=file, check=True)
+        with contextlib.ExitStack() as nodes:
+            second: list[subprocess.Popen[bytes]] = []
+            start = ("last call", lambda: second.append(nodes.enter_context(background(TUTORIAL, folder))))
+            lines = recorded(TUTORIAL, folder, [start, ("step 29,", lambda: second[0].kill())])
     return "A node is lost, and the training goes on without a lost step", lines
 
 
@@ -90,9 +94,10 @@ def background(command: str, folder: str | Path = ROOT) -> Iterator[subprocess.P
 
 
 def recorded(
-    command: str, folder: str | Path = ROOT, when: tuple[str, Callable[[], object]] | None = None
+    command: str, folder: str | Path = ROOT, meanwhile: Sequence[tuple[str, Callable[[], object]]] = ()
 ) -> list[Line]:
-    """The lines of a command. When the text of `when` is printed, its function is called."""
+    """The lines of a command. When a text of `meanwhile` is printed, its function is called; one after the other."""
+    waiting = list(meanwhile)
     ours, theirs = pty.openpty()
     with tempfile.TemporaryDirectory() as scratch:
         size = f"stty rows 40 cols {COLUMNS} < /dev/stdin; exec {shlex.join(words(command))}"
@@ -104,9 +109,8 @@ def recorded(
             while data := os.read(ours, 65536):
                 *whole, rest = (rest + data).split(b"\n")
                 lines += [(time.monotonic() - began, each.decode(errors="replace").rstrip("\r")) for each in whole]
-                if when and any(when[0] in line for _, line in lines):
-                    when[1]()
-                    when = None
+                if waiting and any(waiting[0][0] in line for _, line in lines):
+                    waiting.pop(0)[1]()
         process.wait()
         os.close(ours)
     return lines

@@ -14,7 +14,7 @@ import pytest
 
 from tests import support
 from tests.promises import promise
-from tests.test_docs import ROOT, command_of, fences, missing, surroundings
+from tests.test_docs import ROOT, command_of, execute, fences, missing, surroundings
 
 PAGE = ROOT / "docs" / "tutorial.md"
 ALONE, MANY, RESTARTS, NODES, HOSTS = [line for block in fences(PAGE, "sh") for line in block.splitlines()]
@@ -26,7 +26,7 @@ def lines(text: str) -> list[str]:
     """Without what differs between runs."""
     text = re.sub(r"(pids?) \d+(, \d+)*", r"\1", text)
     text = re.sub(r"(error|with step) [\d.]+", r"\1", text)
-    text = re.sub(r"\S+ is lost", "NODE is lost", text)
+    text = re.sub(r"\S+ (is lost|joins)", r"NODE \1", text)
     return re.sub(r"127\.0\.0\.1:\d+", "ENDPOINT", text).splitlines()
 
 
@@ -104,15 +104,33 @@ def test_with_snapshots_no_step_is_lost(shop: Path) -> None:
     assert terminal.printed().count("step 19,") == 1
 
 
-def test_a_lost_node(shop: Path) -> None:
-    (shop / "train.py").write_text(SECOND)
-    line = NODES.replace("29400", str(support.free_port()))
+def two_nodes(shop: Path, line: str) -> Terminal:
+    """The first of two nodes; the second was killed after some steps."""
+    (shop / "token").write_text(execute("holdfast token", shop).stdout)
+    (shop / "token").chmod(0o600)
     first, second = Terminal(line, shop), Terminal(line, shop, "second")
     support.wait_until(lambda: "step 29," in first.printed() + second.printed(), "step 29 is printed", 100)
     first, second = (first, second) if "node 0 of 2" in first.printed() else (second, first)
     second.process.kill()
     second.ends()
+    return first
+
+
+def test_a_lost_node(shop: Path) -> None:
+    (shop / "train.py").write_text(SECOND)
+    first = two_nodes(shop, NODES.replace("29400", str(support.free_port())))
     assert first.ends() == 0, first.printed()
     assert missing(lines(SHOWN[5]), lines(first.printed())) == []
     assert missing(lines(SHOWN[6]), lines(first.printed())) == []
+    assert first.printed().count("step 29,") == 1
+
+
+def test_a_lost_node_that_comes_back(shop: Path) -> None:
+    (shop / "train.py").write_text(SECOND.replace("sleep(0.2)", "sleep(0.5)"))  # It is back before the end.
+    line = NODES.replace("29400", str(support.free_port()))
+    first = two_nodes(shop, line)
+    first.wait_for("rank 0 of 2 goes on")
+    again = Terminal(line, shop, "again")
+    assert (first.ends(), again.ends()) == (0, 0), first.printed()
+    assert missing(lines(SHOWN[7]), lines(first.printed())) == []
     assert first.printed().count("step 29,") == 1

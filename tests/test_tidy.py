@@ -174,6 +174,16 @@ def allowed_in(path: Path) -> set[str]:
     return LAYERS[layer] | {layer}
 
 
+def test_the_page_has_the_table_of_layers() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## Layers")[2]
+    shown = {}
+    for layer, cell in re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE):
+        named, _, others = cell.partition(" and everything")
+        shown[layer] = {*re.findall(r"`(\w+)`", named)} | (_BELOW_AGENT if others else _BASE)
+    folders = LAYERS.keys() - _BASE - {"__init__", "__main__"}
+    assert shown == {layer: LAYERS[layer] for layer in folders}
+
+
 @proves("project.imports-point-way-pure")
 def test_pure_modules_import_only_data() -> None:
     allowed = DATA_MODULES | {f"holdfast.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}

@@ -27,7 +27,7 @@ _EPILOG = """\
 Ctrl-C ends this command, and the run goes on; `holdfast stop RUN` ends the run.
 
 exit status:
-  that of the run, when it has ended
+  n    the run has ended with exit code n
   1    there is no such run, or it was not started with --detach on this host
   130  Ctrl-C; the run goes on
 

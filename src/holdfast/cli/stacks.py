@@ -21,7 +21,7 @@ Workers at the same place are shown once; those that stand out come first. The a
 they are; nodes that do not answer are named.
 
 exit status:
-  0  the stacks were taken, or it is said for each worker why not
+  0  the stacks were taken, or the output says for each worker why not
   1  there is no such run, it may not be looked at, or no worker is running
   2  wrong usage, no such rank, or more than one run fits
 

@@ -317,9 +317,8 @@ class RunArguments(Options):
         "Where events of the run are recorded: null, nowhere; console; or a destination that "
         "other code has registered.")
     events_file = optional("--events-file FILE", OUTPUT, str, in_full=True, help=
-        "Append one JSON line to FILE for each thing that happens on this node: checked, excluded, joined, refused, "
-        "sealed, restarted, started, progress, finished, failed, hung, stopped, ended. Agents of one host may share "
-        "the file. See docs/events.md.")
+        "Append one JSON line to FILE for each thing that happens on this node, such as joined, started, failed and "
+        "ended. Agents of one host may share the file. See docs/events.md.")
     dashboard = flag("--dashboard", OUTPUT, in_full=True, is_common=True, help=
         "Serve a page about the run to browsers, as `holdfast dashboard` does. If several nodes give this, the one "
         "with group rank 0 serves. The URL is printed when the workers start; anybody who knows it can look. Needs "
