@@ -201,7 +201,7 @@ def test_nodes_of_another_run_at_a_busy_endpoint(
     server: CoordinatorProcess, token: bytes | None, tmp_path: Path
 ) -> None:
     """They are refused at once. Only with the token are they told which run it is."""
-    line = "serves the run 'honest'; choose another port" if token else "serves another run; choose another port"
+    line = "serves the run 'honest'; all nodes" if token else "serves another run; all nodes"
     with honest(server, str(tmp_path / "token") if token else ""):
         for number in range(200):
             with pytest.raises(TurnedAway, match=line):

@@ -144,7 +144,7 @@ def test_something_that_says_nothing_at_the_port(server_at: Any, caplog: pytest.
 @pytest.mark.usefixtures("hasty")
 def test_somebody_who_hangs_up_at_the_port() -> None:
     with listener(hangs_up=True) as port, node(port) as a:
-        assert "it closed the connection (tried " in refusal(a)
+        assert f"cannot reach 127.0.0.1:{port}: it closed the connection (tried " in refusal(a)
 
 
 @proves("coordinator.wrong-endpoint-ends-first")

@@ -159,7 +159,7 @@ def test_a_coordinator_with_the_token_of_one_run_names_it_to_no_other(tmp_path: 
     token = keys.run_token(TOKEN, "run")
     with coordinator_thread(tmp_path, token=token) as port, Peer(port) as own, Peer(port) as other:
         own.enter("run", token).join("a", Settings(2, 2)).ask("check", "k")
-        with pytest.raises(TurnedAway, match="serves another run; choose another port"):
+        with pytest.raises(TurnedAway, match="serves another run; all nodes of a run need the same --rdzv-id"):
             other.enter("another run", TOKEN)
 
 

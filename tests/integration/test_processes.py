@@ -851,6 +851,15 @@ def test_teed_lines_go_to_what_has_replaced_the_standard_streams(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_log_that_ends_is_that_of_the_global_rank(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Outlets, "_open_log", lambda outlets, path: os.open("/dev/full", os.O_WRONLY))
+    logs = DefaultLogsSpecs(str(starter.tmp_path), tee=Std.OUT)
+    starter.run("/bin/echo", "hello", logs=logs, envs={0: {"RANK": "5"}})
+    assert "rank 5 stdout: the log file /dev/full ends here: No space left on device" in caplog.messages
+
+
 @proves("output.redirected-tee-filtered-real")
 def test_tee(starter: Starter, capfd: pytest.CaptureFixture[str]) -> None:
     logs = DefaultLogsSpecs(str(starter.tmp_path), tee=Std.ALL)

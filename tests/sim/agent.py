@@ -74,6 +74,7 @@ class Agent:
         self.is_leaving = False
         self.readiness: Random | None = None
         """Of nodes that have checks: what these find."""
+        self._unready: str | None = None
         self.loop_paused_until = 0.0
         self._port = 0
         self._is_stopping = False
@@ -324,8 +325,8 @@ class Agent:
                 self.checks.snapshots_held(self.name, held)
                 port = saving.port_of(self.host) if saving is not None else 0
                 are_results_old = self.readiness is not None and self.readiness.random() < 0.3
-                unready = "" if are_results_old and not self.host.society.is_peaceful else None
-                said = {"advance": advance, "held": held, "snapshot_port": port, "unready": unready}
+                self._unready = "" if are_results_old and not self.host.society.is_peaceful else None
+                said = {"advance": advance, "held": held, "snapshot_port": port, "unready": self._unready}
                 self.tell(node.JoinRequested(self._port, **said))
                 self._check()
             case lifecycle.StartWorkers(round):
@@ -355,8 +356,16 @@ class Agent:
 
     def _checked(self, port: int, unready: str | None) -> None:
         if port == self._port and self.machine.phase is lifecycle.AgentPhase.JOINING:
-            self.tell(node.ReadinessChanged(unready))
+            self._unready = unready
+            self.tell_change()
             self._check()
+
+    def tell_change(self) -> None:
+        """If this node waits."""
+        if self.machine.phase is lifecycle.AgentPhase.JOINING:
+            held = self.host.slots.held()
+            self.checks.snapshots_gained(self.name, held)
+            self.tell(node.RequestChanged(self._unready, held))
 
     def _named(self, failure: Failure) -> Failure:
         assert self.group is not None

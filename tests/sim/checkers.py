@@ -729,38 +729,41 @@ class StoppingIsBounded(Checker):
 
 class OneStepForAll(Checker):
     """All ranks of a round load the same snapshot: the newest that all of them could load, of what its members had when
-    they joined. It was committed, and members that lack ranks of it get each from a node that has it."""
+    they joined, or of what came since. It was committed, and members that lack ranks of it get each from a node that
+    has it."""
 
     def set_up(self) -> None:
         self._held: dict[str, tuple[Held, ...]] = {}
-        """By node."""
+        """By node, when it joined; and now."""
+        self._held_now: dict[str, tuple[Held, ...]] = {}
         self._committed: set[tuple[SnapshotId, int]] = set()
         self._loaded: dict[tuple[int, int], SnapshotId | None] = {}
 
     def snapshots_held(self, node: str, held: tuple[Held, ...]) -> None:
-        self._held[node] = held
+        self._held[node] = self._held_now[node] = held
+
+    def snapshots_gained(self, node: str, held: tuple[Held, ...]) -> None:
+        self._held_now[node] = held
 
     def committed(self, snapshot: SnapshotId, rank: int) -> None:
         self._committed.add((snapshot, rank))
 
     def world_sealed(self, world: World) -> None:
         self._loaded.pop(world.order, None)  # Where the memory was lost, another world may have had the number.
-        members = [self._member(facts) for _, facts in sorted(world.members.items())]
-        if (expected := newest_loadable(members)) != (found := _snapshot_of(world.template)):
+        facts = [each for _, each in sorted(world.members.items())]
+        joined, members = ([_member(each, held) for each in facts] for held in (self._held, self._held_now))
+        expected, most, found = newest_loadable(joined), newest_loadable(members), _snapshot_of(world.template)
+        if found != expected and not _order(expected) < _order(found) <= _order(most):
             self.object(f"round {world.round} loads {found}, its members could load {expected}")
         for key, rank in world.ranks.items():
             chosen = world.place_of(key).chosen
-            if (chosen is None) == any(member.held for member in members):
+            if chosen is None and any(member.held for member in joined):
                 self.object(f"{key} is told nothing of snapshots")
-            if chosen is not None and chosen.snapshot != expected:
-                self.object(f"{key} is to load {chosen.snapshot}, others {expected}")
-            problem = shortage(members, rank, expected, chosen.sources) if chosen is not None and expected else ""
+            if chosen is not None and chosen.snapshot != found:
+                self.object(f"{key} is to load {chosen.snapshot}, others {found}")
+            problem = shortage(members, rank, found, chosen.sources) if chosen is not None and found else ""
             if problem:
                 self.object(f"{key} in round {world.round}: {problem}")
-
-    def _member(self, facts: NodeFacts) -> Member:
-        held = self._held.get(facts.node_id, ())
-        return Member(facts.local_world_size, held, facts.address, facts.snapshot_port)
 
     def rank_loaded(self, place: Place, rank: int, snapshot: SnapshotId | None, part: int) -> None:
         """`part` is the rank that has saved what it loads."""
@@ -771,6 +774,14 @@ class OneStepForAll(Checker):
 
     def source_is_empty(self, name: str, part: int, snapshot: SnapshotId) -> None:
         self.object(f"{name} has used the slot of rank {part} of {snapshot} before it was fetched")
+
+
+def _member(facts: NodeFacts, held: dict[str, tuple[Held, ...]]) -> Member:
+    return Member(facts.local_world_size, held.get(facts.node_id, ()), facts.address, facts.snapshot_port)
+
+
+def _order(snapshot: SnapshotId | None) -> tuple[int, ...]:
+    return snapshot.order if snapshot is not None else ()
 
 
 def _snapshot_of(place: Place) -> SnapshotId | None:
@@ -814,14 +825,11 @@ class AgreedMeansKept(Checker):
 
 class LastCompleteSurvives(Checker):
     """If for each rank of the last complete snapshot a node is in the new world that had it then, of its own or as a
-    copy, the world loads that snapshot or a newer one. A copy that comes while its node waits for a place does not
-    count in that place: the node has said what it holds. Each rank is on as many other nodes as the user wants in the
+    copy, the world loads that snapshot or a newer one. Each rank is on as many other nodes as the user wants in the
     round of the snapshot; a later and larger world, which is told again, may want more."""
 
     def set_up(self) -> None:
         self._holders: dict[tuple[int, int, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-        self._untold: set[tuple[str, tuple[int, int, int], int]] = set()
-        """Copies that came after their nodes had said what they hold."""
         self._sizes: dict[tuple[int, int, int], int] = {}
         self._complete: tuple[int, int, int] | None = None
         self._wanted = 1
@@ -834,10 +842,8 @@ class LastCompleteSurvives(Checker):
         for rank in ranks:
             self.copied(node, snapshot, rank)
 
-    def copied(self, node: str, snapshot: SnapshotId, rank: int, is_told: bool = True) -> None:
+    def copied(self, node: str, snapshot: SnapshotId, rank: int) -> None:
         self._holders[snapshot.order][rank].add(node)
-        if not is_told:
-            self._untold.add((node, snapshot.order, rank))
 
     def snapshot_ordered(self, order: Agreed | Complete) -> None:
         if isinstance(order, Complete) and (self._complete is None or order.saved > self._complete):
@@ -855,11 +861,7 @@ class LastCompleteSurvives(Checker):
             return
         present = {facts.node_id for facts in world.members.values() if facts.snapshot_port}
         holders, found = self._holders[self._complete], _snapshot_of(world.template)
-        is_loadable = all(
-            any((node, self._complete, rank) not in self._untold for node in holders[rank] & present)
-            for rank in range(self._sizes[self._complete])
-        )
-        self._untold = {each for each in self._untold if each[0] not in present}
+        is_loadable = all(holders[rank] & present for rank in range(self._sizes[self._complete]))
         self._is_missing = not is_loadable
         if is_loadable and (found is None or found.order < self._complete):
             self.object(f"round {world.round} loads {found}, and {self._complete} was complete")

@@ -384,8 +384,8 @@ MUTATIONS = [
         first_seed=450),
     Mutation("the spawner ignores the lease", Host, "set_lease", _always(None), _FENCING),
     Mutation("a place that comes too late is taken", Participant, "_sealed", _start_whatever_is_late, "ranks_agree"),
-    Mutation("a node that is not ready gives its place up unasked", Participant, "_change_readiness", lambda original:
-        lambda self, unready: (setattr(self, "_unready", unready), self._join(self._asked_at))[1], _FENCING, _RAISE),
+    Mutation("a node that is not ready gives its place up unasked", Participant, "_change_request", lambda original:
+        lambda self, unready, held: self._join(self._asked_at), _FENCING, _RAISE),
     Mutation("a restarted coordinator does not wait", Past, "others_may_run_until", lambda original: lambda self,
         settings, now: now, _FENCING),
     Mutation("an agent joins before its workers are gone", Lifecycle, "_stop", _join_at_once, _RAISE, _FENCING),

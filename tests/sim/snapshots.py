@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from random import Random
 
-from holdfast.agent.lifecycle import AgentPhase
 from holdfast.agent.ranks import Member, assign_nodes
 from holdfast.rendezvous.membership import protocol
 from holdfast.rendezvous.membership.model import Agreed, Chosen, Complete, KeepFrom, Place, SnapshotId, SnapshotOrder
@@ -122,9 +121,8 @@ class Saving:
                 continue
             for rank in host.slots.ranks:
                 other.slots.put(rank, snapshot)
-                # An agent that waits for a place has said what it holds.
-                is_told = other.agent.machine.phase is not AgentPhase.JOINING
-                self._checks.copied(other.agent.name, snapshot, rank, is_told)
+                self._checks.copied(other.agent.name, snapshot, rank)
+            other.agent.hear(other.agent.tell_change)
         if is_well:
             host.slots.stored = snapshot.step
             self._checks.step_stored(host.agent.name, snapshot, host.slots.ranks)

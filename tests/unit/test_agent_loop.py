@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent.lifecycle import Step
+from holdfast.agent.lifecycle import AgentPhase, JoinRound, Step, StopWorkers
 from holdfast.agent.loop import AgentLoop
 from holdfast.agent.model import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from holdfast.agent.sinks import RunEnd, Sink
+from holdfast.agent.sinks import LogLines, RunEnd, Sink
 from holdfast.agent.workers import Workers
 from holdfast.failures.records import Evidence, Failure
 from holdfast.process.errors import ProcessFailure
@@ -204,3 +204,14 @@ def test_a_wish_to_close_the_run_is_passed_on() -> None:
     assert (end.state, end.reason) == ("closed", "enough")
     assert isinstance(end.error, RunClosed)
     assert words(notes).endswith("Ended stop WorkersStopped shutdown")
+
+
+def test_a_node_that_has_finished_has_no_workers_to_be_killed(caplog: pytest.LogCaptureFixture) -> None:
+    group = WorkerGroup(WorkerSpec("r", 1, None, entrypoint="-"))
+    lines, lost = LogLines(group, Workers(), Run(Notes()), 60.0), PlaceLost(1, "out of reach")
+    lines.take(Step(0.0, AgentPhase.FINISHED, lost, (JoinRound(),), AgentPhase.JOINING, 1))
+    lines.take(Step(0.0, AgentPhase.RUNNING, lost, (StopWorkers(2, at_once=True),), AgentPhase.STOPPING, 2))
+    assert caplog.messages == [
+        "this node has lost its place: out of reach",
+        "this node has lost its place, its workers are killed: out of reach",
+    ]

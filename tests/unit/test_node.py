@@ -34,7 +34,15 @@ from holdfast.rendezvous.membership.model import (
     StandBy,
     Stop,
 )
-from holdfast.rendezvous.membership.node import STANDING_CHANGES, JoinRequested, Participant, Pushed, Standing, Welcomed
+from holdfast.rendezvous.membership.node import (
+    STANDING_CHANGES,
+    JoinRequested,
+    Participant,
+    Pushed,
+    RequestChanged,
+    Standing,
+    Welcomed,
+)
 from holdfast.rendezvous.membership.node_lease import HangUp, LeaseSettings, Locate, NodeLease, SetLease
 from holdfast.rendezvous.membership.protocol import (
     Close,
@@ -164,6 +172,15 @@ def test_the_snapshots_of_a_node_are_said_until_the_next_join() -> None:
     ]  # fmt: skip
     [join] = said(node.step(JoinRequested(2), JOINED_AT + 0.6))
     assert (join.held, join.facts.snapshot_port) == ((), 0)
+
+
+@proves("nodes.newest-snapshot-all-can-load")
+def test_a_copy_that_comes_while_a_node_waits_is_said_at_once_and_again() -> None:
+    held = (Held(SnapshotId(1, 3, 120, 4), ((0, 2),)),)
+    node = waiting()
+    joins = [*said(node.step(RequestChanged(None, held), JOINED_AT)), *reconnect(node, JOINED_AT + 0.2)]
+    assert [join.held for join in joins] == [held, held]
+    assert member().step(RequestChanged(None, held), JOINED_AT + 0.1) == []
 
 
 @proves("nodes.agreed-step-kept-by-all")

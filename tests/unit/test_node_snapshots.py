@@ -29,6 +29,14 @@ class Link:
         self.held = {(1, 2, 9, 4, False): [3, 2]}
         self.common_step, self.common_at, self.snapshot_bytes = 9, 0.0, 4096
         self.orders: list[tuple[Any, ...]] = []
+        self.has_peers = self.is_gone = False
+        self.news: list[int] = []
+
+    def fileno(self) -> int:
+        return 5
+
+    def reports(self) -> None:
+        self.held[1, 2, 9, 4, False] += self.news
 
     def order_of_snapshots(self, *order: Any) -> None:
         self.orders.append(order)
@@ -128,3 +136,18 @@ def test_what_is_held_is_said_when_it_joins() -> None:
     assert (told.step, told.used_bytes, told.limit_bytes) == (9, 4096, 1000)
     link.snapshot_bytes = 0
     assert node.status() is None
+
+
+def test_a_copy_that_comes_while_it_waits_is_news() -> None:
+    node, link = begin(1000, Place(1, 3, 1, 2))
+    run = SoloCoordination(None, 0.1)  # type: ignore[arg-type]  # It is not asked.
+    node.tell(run, None)
+    link.news = [1]
+    assert (node.fds(), node.poll(run)) == ([], False), "without peers nothing comes"
+    link.has_peers = True
+    assert (node.fds(), node.poll(run)) == ([5], True)
+    assert run.held == (Held(STEP_9, ((1, 3),)),)
+    link.news = []
+    assert not node.poll(run)
+    link.is_gone = True
+    assert node.fds() == []

@@ -178,10 +178,14 @@ class AgentLoop:
         if self._listing is not None:
             fds.append(self._listing.fileno())
             deadlines.append(self._listing.until)
-        checks = self._checks if self._machine.phase is AgentPhase.JOINING and self._listing is None else None
+        is_waiting = self._machine.phase is AgentPhase.JOINING and self._listing is None
+        checks = self._checks if is_waiting else None
         if checks is not None:
             fds += checks.fds()
             deadlines.append(checks.deadline())
+        snapshots = self._workers.snapshots if is_waiting else None
+        if snapshots is not None:
+            fds += snapshots.fds()
         deadline = min((each for each in deadlines if each is not None), default=None)
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         wait_readable(fds, timeout_s, writable=workers.unsent_fds() if workers is not None else ())
@@ -190,8 +194,11 @@ class AgentLoop:
             self._send_join()
         if ends_at is not None and time.monotonic() >= ends_at:
             return [lifecycle.PeersTimedOut(self._machine.round)]
+        has_changed = snapshots is not None and snapshots.poll(run)
         if checks is not None and checks.poll():
-            run.tell_ready(checks.unready)
+            run.unready, has_changed = checks.unready, True
+        if has_changed:
+            run.tell_change()
         if not self._is_watching():
             return run.take()
         looks = {AgentPhase.STARTING: self._look_at_start, AgentPhase.STOPPING: self._look_at_stop}

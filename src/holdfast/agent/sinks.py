@@ -282,7 +282,8 @@ class LogLines(Sink):
             case Stop(_, reason) if step.commands:
                 logger.warning("the round is stopped: %s", reason)
             case PlaceLost(_, reason) if step.commands and step.before is not AgentPhase.STOPPING:
-                logger.warning("this node has lost its place, its workers are killed: %s", reason)
+                killed = ", its workers are killed" if step.before in WITH_WORKERS else ""
+                logger.warning("this node has lost its place%s: %s", killed, reason)
             case Ended(outcome):
                 if outcome.end is End.CLOSED and step.before in WITH_WORKERS:
                     logger.warning("the run is closed, stopping the workers: %s", outcome.reason)

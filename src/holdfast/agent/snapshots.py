@@ -35,6 +35,7 @@ class NodeSnapshots:
         self._link: SpawnerLink | None = None
         self._run: Coordination | None = None
         self._made: SnapshotTransfers | None = None
+        self._on_disk: dict[Snapshot, list[int]] = {}  # At the last join: snapshots in the directory, and their ranks.
         self.is_over = False  # The run has succeeded: what is held is not needed any more.
         self.steps_lost: int | None = None  # Steps that were computed again, if that is known.
         self._is_counting = True  # Until workers went on without a snapshot.
@@ -94,14 +95,34 @@ class NodeSnapshots:
         if self._limit_bytes == 0:
             return
         run.has_snapshots = True
-        held = self._link.held if self._link is not None else {}
-        for snapshot, ranks in (self.transfers.end_listing() if listing is not None else {}).items():
-            held.setdefault(snapshot, []).extend(ranks)
-        run.held = ()
-        if held:
-            from holdfast.snapshots.slots import ranges_of
+        self._on_disk = self.transfers.end_listing() if listing is not None else {}
+        run.held = self._held()
 
-            run.held = tuple(Held(SnapshotId(*key), tuple(ranges_of({*ranks}))) for key, ranks in held.items())
+    def _held(self) -> tuple[Held, ...]:
+        held = self._link.held if self._link is not None else {}
+        for snapshot, ranks in self._on_disk.items():
+            held.setdefault(snapshot, []).extend(ranks)
+        if not held:
+            return ()
+        from holdfast.snapshots.slots import ranges_of
+
+        return tuple(Held(SnapshotId(*key), tuple(ranges_of({*ranks}))) for key, ranks in held.items())
+
+    # While this node waits for a place, copies may come that other nodes had begun to send.
+
+    def fds(self) -> list[int]:
+        """Readable when `poll` may have news."""
+        link = self._link
+        return [link.fileno()] if link is not None and link.has_peers and not link.is_gone else []
+
+    def poll(self, run: Coordination) -> bool:
+        """Whether the run is to be told that this node holds others than before."""
+        if not self.fds():
+            return False
+        assert self._link is not None
+        self._link.reports()
+        before, run.held = run.held, self._held()
+        return run.held != before
 
     def begin_last_files(self) -> None:
         """The run ends, or this node leaves it: have its newest steps written, if there is a directory for them."""

@@ -40,8 +40,9 @@ Events, and what follows:
     Ended, the run's end  an agent speaks for the run: a report, or the run was closed or went away. The others have
                           some seconds to say the same, then they get SIGTERM, then they are cut off.
     Ended with 0          so do the others, as a rule within a moment. An agent that is still there has workers for
-                          which the first did not wait any longer (`--exit-barrier-timeout`). It goes on, and if it
-                          fails, so has the job. No other agent is started: it would run the job once more.
+                          which the first did not wait any longer (`--exit-barrier-timeout`), or is frozen. It is
+                          named, and goes on; if it fails, so has the job. No other agent is started: it would run the
+                          job once more.
     Ended otherwise       this host cannot take part (no such script, a wrong option). It is not used again.
     Signalled             passed on to all agents, each time. A second Ctrl-C shortens the wait. What agents say later
                           may be a consequence of the signal. If no agent runs, everything is cut.
@@ -247,6 +248,7 @@ class AgentFleet:
         self._fail_at: float | None = None
         self._stop_at: float | None = None
         self._cut_at: float | None = None
+        self._name_left_at: float | None = None  # Agents that are still there though one has succeeded.
 
     @property
     def is_over(self) -> bool:
@@ -268,7 +270,7 @@ class AgentFleet:
     def next_deadline(self) -> float | None:
         if self.phase is Phase.OVER:
             return None
-        times = [self._fail_at, self._stop_at, self._cut_at]
+        times = [self._fail_at, self._stop_at, self._cut_at, self._name_left_at]
         if self._accepts:
             times += [each.since + self._settings.prepare_timeout_s for each in self._in(State.PREPARING)
                       if not each.is_cut]  # fmt: skip
@@ -322,6 +324,10 @@ class AgentFleet:
         if self._stop_at is not None and now >= self._stop_at:
             self._stop_at = None
             yield from self._stop(signal.SIGTERM, now)
+        if self._name_left_at is not None and now >= self._name_left_at:
+            self._name_left_at = None
+            if self.phase is Phase.RUNNING and (left := self._in(State.RUNNING)):
+                yield Say(f"other agents have succeeded; waiting for {self._names(left)} (Ctrl-C or SIGTERM ends that)")
         if self._cut_at is not None and now >= self._cut_at:
             self._cut_at = None
             if left := self._in(State.RUNNING):
@@ -424,6 +430,7 @@ class AgentFleet:
             return  # It was cut because of others.
         self._ends.append((now, event, host))
         if isinstance(event, Ended) and event.code == 0:
+            self._name_left_at = self._name_left_at if self._has_succeeded else now + _NEXT_WORD_S
             host.has_succeeded = self._has_succeeded = True
             yield from self._cut(self._in(State.PREPARING, State.READY))
         elif self.phase is not Phase.ENDING:

@@ -97,9 +97,8 @@ class Coordination(abc.ABC):
         """Ask for a place in the next round. The answer is pushed: `Sealed`, `Ended` or `JoinFailed`.
         `failure` is the one that was reported in the last round, with its evidence."""
 
-    def tell_ready(self, unready: str | None) -> None:
-        """While the node waits for a place: `unready` has changed."""
-        self.unready = unready
+    def tell_change(self) -> None:  # noqa: B027  # without a coordinator nothing follows from it
+        """While the node waits for a place: `unready` or `held` has changed."""
 
     def give_up(self, reason: str) -> None:  # noqa: B027  # a coordinator ends a run that waits too long
         """`join_patience_s` is over, and this node stays out for that reason. `Ended` is pushed."""

@@ -206,7 +206,7 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         said = (failure and protocol.clipped(failure), self.advance, self._held_free.number)
         had = (snapshots.limited(self.held), self.snapshot_port)
         peers = tuple(map(protocol.clipped, self.peers))
-        with self._lock:  # The first time this is in another thread than `tell_ready`.
+        with self._lock:  # The first time this is in another thread than `tell_change`.
             is_posted = client.post(node.JoinRequested(self._held.number, *said, *had, _cut(self.unready), peers))
         if not is_posted and self._error is not None:
             self._fail(self._error)
@@ -230,10 +230,9 @@ class CoordinatorHandler(api.RendezvousHandler, Coordination):
         finally:
             port.release()
 
-    def tell_ready(self, unready: str | None) -> None:
+    def tell_change(self) -> None:
         with self._lock:
-            self.unready = unready
-            self._post(node.ReadinessChanged(_cut(unready)))
+            self._post(node.RequestChanged(_cut(self.unready), snapshots.limited(self.held)))
 
     def _listen_for_snapshots(self) -> None:
         """Once, if other nodes may fetch from this one: they have to prove the token."""

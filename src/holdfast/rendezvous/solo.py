@@ -93,10 +93,9 @@ class SoloCoordination(Coordination):
         self._thread = threading.Thread(target=self._meet_and_ask, args=at, name="holdfast-handler", daemon=True)
         self._thread.start()
 
-    def tell_ready(self, unready: str | None) -> None:
+    def tell_change(self) -> None:
         """A rendezvous that this node waits in cannot be left."""
-        self.unready = unready
-        if unready is None and self._is_deferred:
+        if self.unready is None and self._is_deferred:
             self.join()
 
     def give_up(self, reason: str) -> None:

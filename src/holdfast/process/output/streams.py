@@ -113,7 +113,7 @@ class Outlets:
         is_terminal = isinstance(console, int) and os.isatty(console)
         prefix = self._prefix(rank, is_teed, is_terminal)
         read_fd, write_fd = pump.open_channel(None if path else fd, self._margin)
-        made = pump.Stream(read_fd, f"rank {rank} {stream}", None, console, tail, margin=self._margin)
+        made = pump.Stream(read_fd, f"rank {self._ranks[rank]} {stream}", None, console, tail, margin=self._margin)
         made.copied = self._copied.get(stream)
         if self._watch is not None:
             made.watch = self._watch.stream(rank)

@@ -92,7 +92,7 @@ class Reachability:
         tried = f"tried {'once' if self._attempts == 1 else f'{self._attempts} times'} in {elapsed_s:.0f} s"
         patience_s = None if self._has_been_welcome else self._mistake_after_s.get(obstacle)
         if patience_s is not None and now - self._obstacle_since >= patience_s:
-            return Say(f"{problem} ({tried})" if patience_s else problem, gives_up=True)
+            return Say(f"cannot reach {self.who}: {problem} ({tried})" if patience_s else problem, gives_up=True)
         if now < self._speak_at:
             return None
         self._words += 1

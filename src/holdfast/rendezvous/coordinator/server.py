@@ -39,7 +39,7 @@ _GOODBYE_S = 2.0
 _BACKLOG = 4096
 _ACCEPTED_IN_A_TURN = 16  # So that connections which are there are served, and strangers are cut off, in time.
 _COMPLAINTS = (0.25, 30)  # About strangers and limits: lines a second, and at once.
-_ANOTHER_RUN = "this endpoint serves another run; choose another port"
+_EACH_ITS_OWN = "all nodes of a run need the same --rdzv-id, and each run a port of its own"
 
 
 class Keeper(Protocol):
@@ -183,8 +183,8 @@ class Coordinator:
             return None
         wait_s = self._wait_s()
         if wait_s is None:
-            named = f"this endpoint serves the run {served!r}; choose another port"
-            return Denied(named if is_proved else _ANOTHER_RUN)
+            which = f"the run {served!r}" if is_proved else "another run"
+            return Denied(f"this endpoint serves {which}; {_EACH_ITS_OWN}")
         if wait_s == 0.0 and self.run is not None:
             self.forget(self.run)  # Which may end this coordinator, so that another one can begin here.
             return self.denial_of(run_id, is_proved=is_proved)

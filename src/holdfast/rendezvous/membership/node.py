@@ -105,11 +105,12 @@ class JoinRequested:
 
 
 @frozen
-class ReadinessChanged:
-    """While the node waits: it is ready for a place, or not ready any more (`Join.unready`). If it has been given a
-    place meanwhile, of which the agent may not have heard, this comes too late."""
+class RequestChanged:
+    """While the node waits: it is ready for a place, or not ready any more (`Join.unready`), or holds other snapshots.
+    If it has been given a place meanwhile, of which the agent may not have heard, this comes too late."""
 
     unready: str | None
+    held: tuple[model.Held, ...]
 
 
 @frozen
@@ -127,7 +128,7 @@ class Welcomed:
 
 
 _Reported = Failed | Succeeded | SnapshotReport | Leaving | Left | Close | GiveNotice
-AgentEvent = JoinRequested | ReadinessChanged | _Reported | Pushed
+AgentEvent = JoinRequested | RequestChanged | _Reported | Pushed
 Event = AgentEvent | Welcomed | node_lease.Event
 
 
@@ -178,8 +179,8 @@ class Participant:
                 others = {"free_port": event.free_port, "snapshot_port": event.snapshot_port}
                 self.facts = changed(self.facts, port=port, **others)
                 return self._join(now)
-            case ReadinessChanged(unready):
-                return self._change_readiness(unready)
+            case RequestChanged(unready, held):
+                return self._change_request(unready, held)
             case Failed(round) | Succeeded(round) | SnapshotReport(round) if not self._is_in(round):
                 return []
             case Failed():
@@ -235,11 +236,11 @@ class Participant:
         now = (self._heard_restarts, asked.held, asked.unready, asked.peers)
         return Join(self.facts, self.settings, *last, *now)
 
-    def _change_readiness(self, unready: str | None) -> list[Command]:
+    def _change_request(self, unready: str | None, held: tuple[model.Held, ...]) -> list[Command]:
         """Never a join: the agent, whose loop has not taken its place in yet, would start workers without a lease."""
         if self.standing is not Standing.WAITING:
             return []
-        self._request = changed(self._request, unready=unready)
+        self._request = changed(self._request, unready=unready, held=held)
         return self._say(self._join_message())
 
     def _report(self, report: SnapshotReport, now: float) -> list[Command]:
