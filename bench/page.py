@@ -12,9 +12,6 @@ from bench.results import Bound, Results, Row, Section, number
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 PLOTS = "docs/benchmarks"
-# README is also shown where its relative links lead nowhere, as on the page of the package.
-PROJECT = "https://github.com/holdfast-run/holdfast"
-PICTURES = "https://raw.githubusercontent.com/holdfast-run/holdfast/main"
 _KILLED_PLOT = "killed"
 _KILLED_TITLE = "kill -9 of a worker to the end of the next step, 4 workers with torch (s)"
 _KILLED_MIB = 64
@@ -52,7 +49,7 @@ def readme_block(results: Results) -> str:
         "",
     ]
     if _KILLED_PLOT in plots_of(results):
-        lines += [f"![{_KILLED_TITLE}]({PICTURES}/{PLOTS}/{_KILLED_PLOT}.svg)", ""]
+        lines += [f"![{_KILLED_TITLE}]({PLOTS}/{_KILLED_PLOT}.svg)", ""]
     lines += [
         f"Four torch workers with {_KILLED_MIB} MiB of state each. holdfast: `--preload torch` and a snapshot in "
         "memory after each step. torchrun: a checkpoint on disk after every tenth step, the kill in step 15.",
@@ -60,7 +57,7 @@ def readme_block(results: Results) -> str:
         f"{_value(results, 'launch.4', 'torchrun')}). 64 nodes agree on a world in {_value(results, 'rendezvous.64')} "
         f"(c10d {_value(results, 'rendezvous.64', 'torchrun')}). The agent and its spawner hold "
         f"{_value(results, 'memory.all_rss')} (torchrun {_value(results, 'memory.all_rss', 'torchrun')}).",
-        f"Measured on {_where(results)}. [All figures, and how to repeat them]({PROJECT}/blob/main/{PLOTS}.md).",
+        f"Measured on {_where(results)}. [All figures, and how to repeat them]({PLOTS}.md).",
         END,
     ]
     return "\n".join(lines)

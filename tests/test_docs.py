@@ -46,10 +46,6 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-# README is shown in other places, too, so its links have the project's address.
-PROJECT = re.compile(
-    r"https://(?:github\.com/holdfast-run/holdfast/(?:blob|tree)|raw\.githubusercontent\.com/holdfast-run/holdfast)/main/"
-)
 
 
 def name_of(path: Path) -> str:
@@ -141,17 +137,12 @@ def anchors(path: Path) -> set[str]:
 
 def target_of(document: Path, link: str) -> Path:
     place = link.partition("#")[0]
-    if ours := PROJECT.match(place):
-        return ROOT / place[ours.end() :]
     return (document.parent / place).resolve() if place else document
 
 
 def problem_of_link(document: Path, link: str) -> str:
-    if not PROJECT.match(link):
-        if link.startswith(("http://", "https://")):
-            return ""
-        if document == README:
-            return "is relative, and README is also read elsewhere"
+    if link.startswith(("http://", "https://")):
+        return ""
     target, anchor = target_of(document, link), link.partition("#")[2]
     if not target.is_relative_to(ROOT):
         return "leads out of the project"
