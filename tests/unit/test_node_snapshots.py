@@ -70,8 +70,8 @@ def test_the_spawner_hears_of_the_round_and_what_it_loads() -> None:
     assert link.orders == []
 
 
-@pytest.mark.parametrize(("reached", "lost"), [(None, 0), (9, 0), (12, 3), (5, 0)])
-def test_steps_that_were_reported_and_not_saved_are_lost(reached: int | None, lost: int) -> None:
+@pytest.mark.parametrize(("reached", "lost"), [(None, None), (9, 0), (12, 3), (5, 0)])
+def test_steps_that_were_reported_and_not_saved_are_lost(reached: int | None, lost: int | None) -> None:
     node, _ = begin(1000, Place(1, 3, 1, 2, chosen=Chosen(STEP_9)), reached)
     assert node.steps_lost == lost
     unknown, _ = begin(1000, Place(1, 3, 1, 2), reached)

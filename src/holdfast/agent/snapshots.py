@@ -64,7 +64,8 @@ class NodeSnapshots:
         chosen, ranks = place.chosen or Chosen(None), [worker.global_rank for worker in workers]
         snapshot = plain(chosen.snapshot)
         if snapshot is not None and not chosen.needs_reshard:
-            self.steps_lost = (self.steps_lost or 0) + max(0, (reached or 0) - snapshot[2])
+            if reached is not None:
+                self.steps_lost = (self.steps_lost or 0) + max(0, reached - snapshot[2])
         elif (self.steps_lost, reached) != (None, None):
             self._is_counting = False  # They may begin anew, or with a checkpoint or a `reshard` of their own.
         self.steps_lost = self.steps_lost if self._is_counting else None
