@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from holdfast import signals
-from holdfast.agent import snapshots
+from holdfast.agent import snapshot_transfers, snapshots
 from holdfast.agent.model import Worker
 from holdfast.agent.snapshot_transfers import SnapshotTransfers
 from holdfast.agent.snapshots import NodeSnapshots
 from holdfast.failures.oom import MemoryKills
-from holdfast.rendezvous.membership.model import Chosen, Held, Place, SnapshotId
+from holdfast.rendezvous.membership.model import Agreed, Chosen, Held, KeepFrom, Place, SnapshotId
 from holdfast.rendezvous.solo import SoloCoordination
-from tests.promises import proves
+from tests import support
+from tests.promises import promise, proves
 
 STEP_9 = SnapshotId(1, 2, 9, 4, False)
 
@@ -111,6 +112,23 @@ class StuckLink:
             signal.raise_signal(signal.SIGINT)
         else:
             time.sleep(timeout_s)
+
+
+@promise("""snapshots.slow-write-is-told: A file of a snapshot that is not written within a minute causes a
+    warning, as on a mount that is dead.""")
+def test_a_write_that_does_not_end_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_transfers, "_SLOW_WRITE_S", 0.01)
+    transfers, kept = SnapshotTransfers(str(tmp_path), 0, "run"), (0, 0, 9, 4, False)
+    transfers.attach(StuckLink(), None)  # type: ignore[arg-type]
+    for step, to_disk in ((9, True), (10, False)):
+        transfers.obey(KeepFrom(0, step))
+        transfers.hear(("kept_step", (*kept[:2], step, *kept[3:])))
+        transfers.obey(Agreed(0, step, to_disk))
+    text = f"step 9 has not been written to {tmp_path} within 0.01 s; no newer step is copied or written until it is"
+    support.wait_until(lambda: text in caplog.text, "it is told")
+    assert "step 10" not in caplog.text
 
 
 @proves("stopping.second-ctrl-kills-once")

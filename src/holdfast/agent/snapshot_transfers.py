@@ -36,6 +36,7 @@ logger = Logger(__name__)
 _AT_THE_END = 2  # Nodes may be one step apart: what the others have is the newest step of this one, or the one before.
 _LAST_MOMENT_S = 0.5  # After the grace period, to hear of files that were written in it.
 _DISK_LIMIT_S = 10.0  # For the directory to answer, which may be on a mount that is dead.
+_SLOW_WRITE_S = 60.0  # A write that takes longer is told of: a mount that is dead gives no error.
 
 
 class Listing:
@@ -229,13 +230,14 @@ class SnapshotTransfers:
         if self._place.copy_to:
             self._begin_store("send", self._place.copy_to, "copied to another node")
         if to_disk and self._directory:
-            self._begin_store("write", (self._directory, False), "written")
+            self._begin_store("write", (self._directory, False), f"written to {self._directory}")
         if not self._storing:
             self._tell(changed(self._steps, stored=step))
 
     def _begin_store(self, kind: str, argument: object, what: str) -> None:
         def then(snapshot: Snapshot | None, problems: list[str]) -> None:
             assert snapshot is not None
+            slow.cancel()
             if kind == "write" and not problems:
                 self._written.add(snapshot)
             if number not in self._storing:  # Of an earlier round, or after a failure.
@@ -249,6 +251,11 @@ class SnapshotTransfers:
                 self._tell(changed(self._steps, stored=snapshot[2]))
 
         assert self._kept is not None
+        slow = threading.Timer(_SLOW_WRITE_S, _say_slow, (self._kept[2], what))
+        slow.daemon = True
+        if kind == "write":  # Copies have a limit of their own.
+            with contextlib.suppress(RuntimeError):  # The process is at its limit.
+                slow.start()
         number = self._order(kind, self._kept, argument, then)
         self._storing.add(number)
 
@@ -315,6 +322,11 @@ class SnapshotTransfers:
         with contextlib.suppress(OSError):
             return parts_on_disk(self._directory, time.time(), lambda line: None)
         return []
+
+
+def _say_slow(step: int, what: str) -> None:
+    text = "step %d has not been %s within %g s; no newer step is copied or written until it is"
+    logger.warning(text, step, what, _SLOW_WRITE_S)
 
 
 def parts_to_get(
