@@ -187,7 +187,7 @@ def test_the_readme_has_one_bold_figure_and_says_what_was_not_measured() -> None
     block = page.readme_block(SAMPLE)
     assert "**`kill -9` of a worker costs 0.25 s and 0 steps; under torchrun 4.5 s and 5 steps.**" in block
     assert "start and end in 110 ms (torchrun 2,200 ms). 64 nodes agree on a world in (not measured)" in block
-    assert "/main/docs/benchmarks/killed.svg)" in block
+    assert "(docs/benchmarks/killed.svg)" in block
     text = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
     assert page.with_figures(text, SAMPLE) == f"before\n{block}\nafter\n"
 

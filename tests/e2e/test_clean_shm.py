@@ -106,14 +106,15 @@ def test_without_the_option_everything_stays(holdfast: Holdfast, prefix: str) ->
     assert said == []
 
 
-# As an ordinary user. A process that has changed its user cannot be read by that user's other processes.
+# As an ordinary user, who has no other processes. One that has changed its user cannot be read by the user's others.
 _UNREADABLE = """
 import ctypes, os, sys
 from holdfast.process.workers import shared_memory
 read_fd, write_fd = os.pipe()
 ready_fd, is_ready_fd = os.pipe()
+user = 100_000 + os.getpid()
 other = os.fork()
-os.setuid(65534)
+os.setuid(user)
 if other == 0:
     os.close(write_fd)
     os.write(is_ready_fd, b"x")

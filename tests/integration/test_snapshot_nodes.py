@@ -262,16 +262,16 @@ def test_a_training_that_loses_nodes_ends_as_if_nothing_had_happened(run: Traini
     for rank in range(2):
         (run.home / f"rank{rank}").unlink()
     training = TorchTraining(run, kind, steps, chance)
+    training.pause_at(600)
     for number, fault in enumerate(faults, 1):
-        training.pause_at(200 * (number + 2))
         training.await_step(200 * number + chance.randrange(150))
         before = max(each[-1].attempt for each in training.begun())
         oldest = getattr(training, fault)()
+        training.pause_at(200 * (number + 3))  # Workers that wait at the last one begin no step.
         training.await_step(200 * (number + 1), after_attempt=before if fault != "coordinator" else -1)
         later = [line.step for each in training.begun() for line in each if line.attempt > before]
         assert bool(later) == (fault != "coordinator"), fault
         assert min(later, default=oldest) >= oldest, fault
-    training.pause_at(steps)
     assert [agent.wait(120) for agent in training.agents] == [0, 0]
     assert programs.result_in(run.home) == expected
 

@@ -282,8 +282,8 @@ class LogLines(Sink):
             case Stop(_, reason) if step.commands:
                 logger.warning("the round is stopped: %s", reason)
             case PlaceLost(_, reason) if step.commands and step.before is not AgentPhase.STOPPING:
-                killed = ", its workers are killed" if step.before in WITH_WORKERS else ""
-                logger.warning("this node has lost its place%s: %s", killed, reason)
+                text = "this node has lost its place, its workers are killed: %s"
+                logger.warning(text if step.before in WITH_WORKERS else "this node has lost its place: %s", reason)
             case Ended(outcome):
                 if outcome.end is End.CLOSED and step.before in WITH_WORKERS:
                     logger.warning("the run is closed, stopping the workers: %s", outcome.reason)
