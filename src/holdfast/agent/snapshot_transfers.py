@@ -36,7 +36,7 @@ logger = Logger(__name__)
 _AT_THE_END = 2  # Nodes may be one step apart: what the others have is the newest step of this one, or the one before.
 _LAST_MOMENT_S = 0.5  # After the grace period, to hear of files that were written in it.
 _DISK_LIMIT_S = 10.0  # For the directory to answer, which may be on a mount that is dead.
-_SLOW_WRITE_S = 60.0  # A write that takes longer is told of: a mount that is dead gives no error.
+_SLOW_WRITE_S = 60.0  # A write that takes longer causes a warning: a dead mount gives no error.
 
 
 class Listing:

@@ -24,6 +24,7 @@ _EPILOG = """\
 Without --node and --whole-run, the nodes of the run on this host go away. The job can save its state meanwhile: see
 docs/notice.md. A run that can go on without these nodes does; otherwise it ends, with exit code 95 on every node.
 A second notice can bring the time forward; to move it back, withdraw the first one.
+Without RUN the command is about the only run of this host, and asks on a terminal whether that is meant.
 
 exit status:
   0  the nodes of the run are told
@@ -77,6 +78,8 @@ def _by_run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rdzv_endpoint is not None and not names and not args.whole_run:
         raise UserError("--rdzv-endpoint needs --node NAME or --whole-run: this host may be no node of the run")
     run = runs.open_run(args)
+    if isinstance(run, LocalRun) and runs.name_in(args) is None and not args.withdraw and runs.is_at_terminal():
+        runs.confirm(run, f"Give it {duration(args.in_s)} of notice?")
     if isinstance(run, LocalRun) and (run.is_of_one_node or not (names or args.whole_run)):
         if names:
             raise UserError(f"--node: run {run.name} has one node; leave it out")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from holdfast import escape
 from holdfast.agent import control
+from holdfast.cli import console
 from holdfast.cli.arguments.parser import PlainParser
 from holdfast.errors import HostError, UserError
 from holdfast.observe import ask
 from holdfast.observe.ask import FoundAgent, LocalRun, RemoteRun
 from holdfast.rendezvous.client.visitor import Visitor
 from holdfast.rendezvous.client.visitor import find as find_coordinator
+from holdfast.text import plural
 
 
 def parser_for(program: str, description: str, epilog: str, json_help: str = "print JSON, for programs") -> PlainParser:
@@ -113,6 +116,20 @@ def _of_name(agents: list[FoundAgent], silent: Mapping[int, str], name: str) -> 
 def no_answer(pid: int, run: str) -> HostError:
     return HostError(f"agent {pid} of run {run} does not answer; it may be stopped: `kill -CONT {pid}` continues it, "
                      f"`kill -9 {pid}` ends it and its workers")  # fmt: skip
+
+
+def is_at_terminal() -> bool:
+    return bool(sys.stdin) and sys.stdin.isatty()
+
+
+def confirm(run: LocalRun | RemoteRun, question: str) -> None:
+    """The only run of this host was not named: is it the one that is meant? On a terminal."""
+    name, agents = escape.one_line(run.name), run.local_agents()
+    workers = sum(len(agent.status.workers) for agent in agents)
+    pids = ", ".join(str(agent.pid) for agent in agents)
+    console.write(f"run {name}, with {plural(workers, 'worker')} on this host (agent {pids}). {question} [y/N] ")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise HostError(f"run {name} goes on")
 
 
 def reason_in(args: argparse.Namespace, program: str) -> str:

@@ -7,12 +7,11 @@ coordinator is asked, which wants the run's token for that. A run without a coor
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from holdfast import escape
-from holdfast.cli import console, runs
+from holdfast.cli import runs
 from holdfast.cli.arguments.parser import PlainParser, argument
 from holdfast.cli.arguments.values import duration_s
 from holdfast.errors import HostError, UserError
@@ -56,22 +55,11 @@ def _stop(args: argparse.Namespace) -> str:
     reason = runs.reason_in(args, PROGRAM)
     run = runs.open_run(args)
     if runs.name_in(args) is None:
-        _confirm(run)
+        if not runs.is_at_terminal():
+            raise UserError(f"name the run that is to end; the only one on this host is {escape.one_line(run.name)}")
+        runs.confirm(run, "End it?")
     told = _stop_here(run, reason, args.timeout) if isinstance(run, LocalRun) else _stop_there(run, reason)
     return runs.told_text(told, args)
-
-
-def _confirm(run: AskedRun) -> None:
-    """The only run of this host was not named: is it the one that is meant?"""
-    name = escape.one_line(run.name)
-    agents = run.local_agents()
-    workers = sum(len(agent.status.workers) for agent in agents)
-    if not sys.stdin or not sys.stdin.isatty():
-        raise UserError(f"name the run that is to end; the only one on this host is {name}")
-    pids = ", ".join(str(agent.pid) for agent in agents)
-    console.write(f"run {name}, with {plural(workers, 'worker')} on this host (agent {pids}). End it? [y/N] ")
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise HostError(f"run {name} goes on")
 
 
 def _stop_there(run: AskedRun, reason: str) -> dict[str, Any]:
