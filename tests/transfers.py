@@ -39,6 +39,7 @@ class Node:
         self.slots: dict[tuple[Any, int], tuple[int, int]] = {}
         self._limit, self._filling = limit, dict[int, tuple[Any, int, int, int]]()
         self._channel, theirs = channel_pair()
+        self._sending = threading.Lock()  # The test gives orders, and so does the thread that answers.
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = listener.getsockname()[1]
         self._stop_read, self._stop_write = os.pipe()
@@ -48,7 +49,8 @@ class Node:
             thread.start()
 
     def order(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
-        self._channel.send(message, fds)
+        with self._sending:
+            self._channel.send(message, fds)
 
     def _serve(self) -> None:
         import select
