@@ -91,6 +91,10 @@ class Node:
         fd, size = self.slots.get((part.snapshot, part.rank), (-1, 0))
         return content_of(fd, size) if fd >= 0 else None
 
+    def await_data(self, part: Part) -> bytes:
+        """Of a part that another node has sent: that node may hear of its arrival first."""
+        return support.wait_until(lambda: self.data_of(part), "the part has come", 30, lambda: self.said)
+
     def await_said(self, kind: str, number: int | None = None) -> tuple[Any, ...]:
         def find() -> tuple[Any, ...] | None:
             return next((each for each in self.said if each[0] == kind and number in (None, each[1])), None)

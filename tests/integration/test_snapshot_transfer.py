@@ -32,7 +32,7 @@ def test_a_part_is_fetched_and_a_copy_is_sent() -> None:
         copy = Part(SNAPSHOT, 0, len(DATA))
         one.order("send", 6, SNAPSHOT, 0, len(DATA), "127.0.0.1", other.port, fds=(memory_file(DATA),))
         one.await_said("done", 6)
-        assert other.data_of(copy) == DATA
+        assert other.await_data(copy) == DATA
         # The second sender of a part hears that it is there, and sends nothing.
         one.order("send", 7, SNAPSHOT, 0, 4, "127.0.0.1", other.port, fds=(memory_file(b"else"),))
         one.await_said("done", 7)
@@ -286,4 +286,4 @@ def test_the_bandwidth_has_a_limit() -> None:
         one.order("send", 1, SNAPSHOT, 1, len(DATA), "127.0.0.1", other.port, fds=(memory_file(DATA),))
         one.await_said("done", 1)
         assert time.monotonic() - began >= 2.5  # 3 MiB, less the first burst.
-        assert other.data_of(PART) == DATA
+        assert other.await_data(PART) == DATA
